@@ -1,0 +1,75 @@
+"""What a run is, once every `auto` is decided: the configuration and the values that follow from it.
+
+`config.rules.plan_run` builds a `RunPlan`; the driver and every actor read it and nobody changes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from raytrain_llama3.config.schema import Config
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSupply:
+    """The devices a run may use: `per_node[i]` on node i, with the least memory of any, in bytes."""
+
+    device: Device
+    per_node: tuple[int, ...]
+    device_name: str = ""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallel sizes. `world_size` = tp · cp · pp · dp; `vpp` is the number of virtual stages, or None."""
+
+    world_size: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    vpp: int | None
+    sequence_parallel: bool
+    micro_batch_size: int
+    global_batch_size: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step on each data-parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """Absolute folders of one run."""
+
+    checkpoints: Path
+    tensorboard: Path
+    logs: Path
+    data_cache: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A configuration that has passed every rule, for devices that are there."""
+
+    config: Config
+    device: Device
+    layout: Layout
+    paths: RunPaths
+    train_steps: int
+    """Steps that reach `train_samples` (or `train_iters`)."""
+    warmup_samples: int
+    decay_samples: int
+    padded_vocab_size: int
+    """Vocabulary rounded up once, independently of TP, so that every layout loads every checkpoint."""
+    mock_data: bool
+    worker_environment: dict[str, str]
+    """Exactly what is set in every rank's environment before it imports torch."""
+    peak_flops: float | None
+    """Dense peak of one device at this precision, FLOP/s, where the device is known."""

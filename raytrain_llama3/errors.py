@@ -1,0 +1,79 @@
+"""Every error that this package raises on purpose, with the exit code that it ends a run with.
+
+Codes 1 to 127 are permanent for the job platforms we run on; 128 and above may be retried. All errors are
+built from plain positional arguments, so they survive pickling between actors and the driver.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RaytrainError(Exception):
+    """Root of the tree. `exit_code` is what the command ends with when this error reaches it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(RaytrainError):
+    """The configuration cannot be run. `problems` holds every mistake found, one line each.
+
+    Raised by `config.load` (a value cannot be read) and `config.rules` (values contradict each other).
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class HardwareError(RaytrainError):
+    """A node lacks something that the run asks for (devices, memory, a capability)."""
+
+    exit_code = 2
+
+
+class DataError(RaytrainError):
+    """Training data cannot be read: names the file and, where known, the row."""
+
+    exit_code = 2
+
+
+class CheckpointError(RaytrainError):
+    """One checkpoint cannot be written or read: names its folder and the file."""
+
+    exit_code = 3
+
+
+class NoSafeStateError(RaytrainError):
+    """There are checkpoints, but none is complete: starting at step 0 would overwrite them."""
+
+    exit_code = 3
+
+
+class RepeatedFaultError(RaytrainError):
+    """The same fault came back at the same step, or the numbers are no longer finite."""
+
+    exit_code = 4
+
+
+class RestartBudgetError(RaytrainError):
+    """Every restart that the budget allows has been used."""
+
+    exit_code = 138
+
+
+class ClusterFormationError(RaytrainError):
+    """The Ray cluster, or the place for every rank in it, was not there in time."""
+
+    exit_code = 139
+
+
+class StoppedBySignal(RaytrainError):
+    """Someone asked the run to stop; it has saved, or said why it could not."""
+
+    exit_code = 143

@@ -1,0 +1,192 @@
+"""Frozen values that travel between the driver and the actors.
+
+Everything here is plain data: no torch, no Ray, nothing that needs a particular machine to unpickle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a rank is doing, in the order in which an attempt goes through it."""
+
+    START = "start"
+    IMPORT = "import"
+    PROCESS_GROUP = "process_group"
+    MODEL = "model"
+    LOAD = "load"
+    FIRST_STEP = "first_step"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    DONE = "done"
+
+
+class EndReason(StrEnum):
+    """Why the training loop returned without an error."""
+
+    TARGET = "target reached"
+    DURATION = "exit_duration_in_mins reached before the target"
+    STOP = "asked to stop"
+
+
+class FailureKind(StrEnum):
+    """How a rank was lost, as far as the driver can tell."""
+
+    EXCEPTION = "exception"
+    DIED = "process died"
+    NODE_DIED = "node died"
+    HANG = "hang"
+    NON_FINITE = "non-finite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSlot:
+    """One device of one node, as granted by Ray, before ranks are given.
+
+    `device_index` counts within the node (CUDA ordinal; on a CPU the slot number). `node_order` is the pod's
+    RANK where known, else the node's address as a number: ranks follow it.
+    """
+
+    node_id: str
+    node_ip: str
+    node_order: int
+    bundle_index: int
+    device_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Who a rank is in one attempt."""
+
+    rank: int
+    world_size: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    device_index: int
+    node_id: str
+    node_ip: str
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        """The name shown in the Ray dashboard and in messages."""
+        return f"rank-{self.rank}@node-{self.node_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where rank 0's `TCPStore` listens. `prefix` is new for every attempt."""
+
+    host: str
+    port: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The complete checkpoint that the driver chose."""
+
+    path: str
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What a rank's process found out about itself once everything was imported."""
+
+    pid: int
+    hostname: str
+    versions: dict[str, str]
+    device_name: str
+    device_uuid: str
+    import_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One finished training step, as every rank agrees on it (`loss` is in nats a token)."""
+
+    step: int
+    samples: int
+    tokens: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    step_s: float
+    finished_at: float
+    """Unix time, seconds."""
+    peak_memory_bytes: int = 0
+    skipped: bool = False
+    """The optimizer left the weights alone (fp16 overflow, or a non-finite norm)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """One evaluation: mean loss in nats a token over `tokens` validation tokens."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """A checkpoint whose files are all written, waiting for the driver to publish it.
+
+    `sidecar` holds what `checkpoint.store` writes beside the weights; plain JSON values only.
+    """
+
+    step: int
+    samples: int
+    path: str
+    seconds: float
+    sidecar: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """Answer to a poll: where the rank is, and what happened since the last poll."""
+
+    rank: int
+    phase: Phase
+    step: int
+    steps: tuple[StepRecord, ...] = ()
+    evals: tuple[EvalRecord, ...] = ()
+    saves: tuple[SaveRecord, ...] = ()
+    warnings: tuple[str, ...] = ()
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each phase left so far, by `Phase` value."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What a rank's run ended with, when it ended well."""
+
+    rank: int
+    step: int
+    samples: int
+    reason: EndReason
+    saved_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One lost rank: the first to fail in an attempt; the others are folded into `others`."""
+
+    rank: int
+    node_ip: str
+    kind: FailureKind
+    error: str
+    """One line: exception class and message, or exit cause."""
+    step: int
+    attempt: int
+    log_path: str = ""
+    log_tail: tuple[str, ...] = ()
+    others: tuple[int, ...] = ()

@@ -56,7 +56,13 @@ class NoSafeStateError(RaytrainError):
 
 
 class RepeatedFaultError(RaytrainError):
-    """The same fault came back at the same step, or the numbers are no longer finite."""
+    """The same fault came back at the same step."""
+
+    exit_code = 4
+
+
+class NonFiniteError(RaytrainError):
+    """Loss or gradient norm stayed NaN or infinite for `max_nonfinite_steps` steps."""
 
     exit_code = 4
 

@@ -1,0 +1,221 @@
+"""The training loop of one rank: step, report, evaluate, save, until the target or a request to stop."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from raytrain_llama3 import __version__
+from raytrain_llama3.checkpoint import torch_dist
+from raytrain_llama3.checkpoint.store import iteration_path
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data import open_sources
+from raytrain_llama3.data.feed import micro_batches
+from raytrain_llama3.data.order import SampleOrder
+from raytrain_llama3.data.source import Tokens, TokenSource
+from raytrain_llama3.errors import NonFiniteError
+from raytrain_llama3.messages import EndReason, EvalRecord, Phase, RankResult, ResumePoint, SaveRecord, StepRecord
+from raytrain_llama3.train.model import build_model
+from raytrain_llama3.train.optimizer import build_optimizer, build_schedule
+from raytrain_llama3.train.process import Process, reseed
+from raytrain_llama3.train.reporter import Reporter
+from raytrain_llama3.train.step import Stepper, StepOutcome
+
+_GC_INTERVAL_STEPS = 100
+
+
+def train(
+    plan: RunPlan,
+    process: Process,
+    resume: ResumePoint | None,
+    reporter: Reporter,
+    stop: threading.Event,
+    versions: dict[str, str],
+) -> RankResult:
+    """Build the model, load `resume` if there is one, and train to the end. Collective over all ranks."""
+    reporter.enter(Phase.MODEL)
+    loop = TrainingLoop(plan, process, reporter, stop, versions)
+    if resume is not None:
+        reporter.enter(Phase.LOAD)
+        loop.load(Path(resume.path))
+    reporter.enter(Phase.FIRST_STEP)
+    result = loop.run()
+    reporter.enter(Phase.DONE)
+    return result
+
+
+class TrainingLoop:
+    """State of a run in progress: the model, and how many steps and samples it has seen."""
+
+    def __init__(
+        self, plan: RunPlan, process: Process, reporter: Reporter, stop: threading.Event, versions: dict[str, str]
+    ) -> None:
+        self._plan, self._process, self._reporter, self._stop = plan, process, reporter, stop
+        self._versions = versions
+        self._deadline = _deadline(plan.config.exit_duration_in_mins)
+        self._chunks = build_model(plan, process)
+        self._optimizer = build_optimizer(plan, self._chunks)
+        self._stepper = Stepper(plan, process, self._chunks, self._optimizer)
+        self._sources = open_sources(plan)
+        self._order = SampleOrder(plan.config.seed, len(self._sources.train))
+        self._eval_order = SampleOrder(plan.config.seed, len(self._sources.valid))
+        self._step, self._samples = 0, 0
+        self._schedule = build_schedule(plan, self._optimizer, 0)
+        self._saved_step: int | None = None
+        self._evaluated_step: int | None = None
+        self._nonfinite_steps = 0
+        self._first = True
+
+    def load(self, path: Path) -> None:
+        """Continue from the checkpoint in `path`."""
+        self._step, self._samples = torch_dist.load(path, self._chunks, self._optimizer)
+        self._schedule = build_schedule(self._plan, self._optimizer, self._samples)
+        self._saved_step = self._step
+        self._reporter.at_step(self._step)
+
+    def run(self) -> RankResult:
+        """Train until the target, the time limit or a request to stop; evaluate and save on the way and at the end."""
+        if self._plan.config.manual_gc:
+            gc.disable()
+        reason = EndReason.TARGET
+        while self._step < self._plan.train_steps:
+            outcome = self._one_step()
+            ended = _end_reason(outcome)
+            if ended is not None:
+                reason = ended
+                break
+            self._evaluate_if_due(self._plan.config.eval_interval)
+            self._save_if_due(outcome)
+        if reason is EndReason.TARGET:
+            self._evaluate_if_due(1)
+        if self._nonfinite_steps == 0:
+            self._save()
+        return RankResult(self._process.rank, self._step, self._samples, reason, self._saved_step)
+
+    def _one_step(self) -> StepOutcome:
+        started = time.perf_counter()
+        if self._plan.config.hidden_dropout or self._plan.config.attention_dropout:
+            reseed(self._plan.config.seed, self._step)
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        late = self._process.rank == 0 and time.monotonic() > self._deadline
+        outcome = self._stepper.train(self._batches(self._sources.train, self._order, self._samples),
+                                      stop=self._stop.is_set(), late=late)
+        self._step += 1
+        self._samples += self._plan.layout.global_batch_size
+        if outcome.applied:
+            self._schedule.step(increment=self._plan.layout.global_batch_size)
+        self._report(outcome, learning_rate, time.perf_counter() - started)
+        self._check_finite(outcome)
+        if self._plan.config.manual_gc and self._step % _GC_INTERVAL_STEPS == 0:
+            gc.collect()
+        return outcome
+
+    def _report(self, outcome: StepOutcome, learning_rate: float, seconds: float) -> None:
+        if self._first:
+            self._reporter.enter(Phase.TRAIN)
+            self._first = False
+        self._reporter.at_step(self._step)
+        if self._process.rank == 0:
+            self._reporter.add(
+                StepRecord(
+                    step=self._step,
+                    samples=self._samples,
+                    tokens=outcome.tokens,
+                    loss=outcome.loss,
+                    learning_rate=learning_rate,
+                    grad_norm=outcome.grad_norm,
+                    step_s=seconds,
+                    finished_at=time.time(),
+                    peak_memory_bytes=torch.cuda.max_memory_allocated() if self._plan.device == "cuda" else 0,
+                    skipped=not outcome.applied,
+                )
+            )
+
+    def _check_finite(self, outcome: StepOutcome) -> None:
+        if math.isfinite(outcome.loss) and (math.isfinite(outcome.grad_norm) or self._plan.config.dtype == "fp16"):
+            self._nonfinite_steps = 0
+            return
+        self._nonfinite_steps += 1
+        limit = self._plan.config.max_nonfinite_steps
+        if self._nonfinite_steps >= limit:
+            raise NonFiniteError(
+                f"loss {outcome.loss}, gradient norm {outcome.grad_norm} at step {self._step}, not finite for {limit} "
+                f"steps in a row (max_nonfinite_steps); the weights were left alone. Lower learning_rate, lengthen "
+                f"lr_warmup_samples, or look at the data of samples {self._samples - self._plan.layout.global_batch_size}"
+                f" to {self._samples}"
+            )
+
+    def _evaluate_if_due(self, interval: int) -> None:
+        if interval and self._step % interval == 0 and self._evaluated_step != self._step:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        self._reporter.enter(Phase.EVALUATE)
+        started, total, tokens = time.perf_counter(), 0.0, 0
+        batch_size = self._plan.layout.global_batch_size
+        # The same windows every time, so that losses compare; no more of them than there are.
+        rounds = max(1, min(self._plan.config.eval_iters, len(self._sources.valid) // batch_size))
+        for i in range(rounds):
+            batches = self._batches(self._sources.valid, self._eval_order, i * batch_size)
+            batch_total, batch_tokens = self._stepper.evaluate(batches)
+            total, tokens = total + batch_total, tokens + batch_tokens
+        if self._process.rank == 0:
+            self._reporter.add(
+                EvalRecord(self._step, total / max(tokens, 1), tokens, time.perf_counter() - started, time.time())
+            )
+        self._evaluated_step = self._step
+        self._reporter.enter(Phase.TRAIN)
+
+    def _save_if_due(self, outcome: StepOutcome) -> None:
+        interval = self._plan.config.save_interval
+        if interval and self._step % interval == 0 and outcome.applied:
+            self._save()
+
+    def _save(self) -> None:
+        if self._saved_step == self._step or self._step == 0:
+            return
+        self._reporter.enter(Phase.SAVE)
+        started = time.perf_counter()
+        path = iteration_path(self._plan.paths.checkpoints, self._step)
+        torch_dist.save(path, self._step, self._samples, self._chunks, self._optimizer)
+        self._saved_step = self._step
+        if self._process.rank == 0:
+            self._reporter.add(
+                SaveRecord(self._step, self._samples, str(path), time.perf_counter() - started, self._sidecar())
+            )
+        self._reporter.enter(Phase.TRAIN)
+
+    def _sidecar(self) -> dict[str, object]:
+        c, layout = self._plan.config, self._plan.layout
+        return {
+            "raytrain_llama3": __version__,
+            "versions": self._versions,
+            "layout": {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp, "vpp": layout.vpp},
+            "dtype": c.dtype,
+            "vocab_size": c.vocab_size,
+            "padded_vocab_size": self._plan.padded_vocab_size,
+            "tokenizer": c.tokenizer_arg,
+            "tokens": self._samples * c.seq_length,
+            "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
+            "seed": c.seed,
+            "data_fingerprint": self._sources.train.fingerprint(),
+        }
+
+    def _batches(self, source: TokenSource, order: SampleOrder, first_sample: int) -> Iterator[Tokens]:
+        return micro_batches(source, order, first_sample, self._plan.layout, self._process.dp_rank)
+
+
+def _end_reason(outcome: StepOutcome) -> EndReason | None:
+    if outcome.stop_votes:
+        return EndReason.STOP
+    return EndReason.DURATION if outcome.late_votes else None
+
+
+def _deadline(minutes: float | None) -> float:
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes

@@ -1,0 +1,181 @@
+"""One rank's process: its device, torch.distributed and Megatron's parallel groups, opened and closed here alone."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import hashlib
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from raytrain_llama3.config import env
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.errors import HardwareError
+from raytrain_llama3.messages import ProcessFacts, RankSpec, Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What the rest of `train` needs to know about the process it runs in."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def host_store(address: str, port: int, timeout_minutes: float) -> dist.TCPStore:
+    """Open the store that every rank of an attempt meets at. Port 0 takes a free one; read `store.port`."""
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
+
+
+@contextlib.contextmanager
+def open_process(
+    plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, facts: ProcessFacts, store: dist.Store | None = None
+) -> Iterator[Process]:
+    """Join the attempt's process group and build Megatron's groups; everything is undone on the way out.
+
+    `store` is rank 0's own store; the others connect to it. Raises `HardwareError` when the ranks do not fit
+    together (other versions, another configuration, one device twice).
+    """
+    with contextlib.ExitStack() as stack:
+        device = _open_device(plan, spec, stack)
+        timeout = datetime.timedelta(minutes=plan.config.distributed_timeout_minutes)
+        if store is None:
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+        _compare_ranks(dist.PrefixStore(f"{rendezvous.prefix}/facts", store), plan, spec, facts)
+        _choose_interface(spec.node_ip)
+        dist.init_process_group(
+            backend="gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.PrefixStore(f"{rendezvous.prefix}/world", store),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=timeout,
+            device_id=None if plan.device == "cpu" else device,
+        )
+        stack.callback(_close_groups)
+        _open_model_parallel(plan)
+        yield _describe(spec, device)
+
+
+def reseed(seed: int, step: int) -> None:
+    """Set every random state as a pure function of (seed, step, parallel position).
+
+    Called before a step that draws random numbers (dropout), so that a resumed run draws what an uninterrupted
+    one would have drawn, whatever the layout, and checkpoints need no random state.
+    """
+    torch.manual_seed(seed * 1_000_003 + step)
+    tensor_parallel.model_parallel_cuda_manual_seed((seed + step) % 2**31, force_reset_rng=True)
+
+
+def _open_device(plan: RunPlan, spec: RankSpec, stack: contextlib.ExitStack) -> torch.device:
+    if plan.device == "cpu":
+        from raytrain_llama3.train.cpu_device import cpu_device
+
+        stack.enter_context(cpu_device())
+        return torch.device("cpu")
+    device = torch.device("cuda", spec.device_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _open_model_parallel(plan: RunPlan) -> None:
+    layout = plan.layout
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        distributed_timeout_minutes=plan.config.distributed_timeout_minutes,
+    )
+    reseed(plan.config.seed, 0)
+
+
+def _close_groups() -> None:
+    parallel_state.destroy_model_parallel()
+    tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _describe(spec: RankSpec, device: torch.device) -> Process:
+    return Process(
+        rank=spec.rank,
+        world_size=spec.world_size,
+        device=device,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def _choose_interface(node_ip: str) -> None:
+    """Point gloo and NCCL at the interface that carries `node_ip`, unless the user named one.
+
+    A host's name often maps to 127.0.0.1, which gloo would then bind.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family in (socket.AF_INET, socket.AF_INET6) and a.address == node_ip for a in addresses):
+            env.set_defaults({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name})
+            return
+
+
+def plan_digest(plan: RunPlan) -> str:
+    """A short hash of everything that all ranks must agree on."""
+    agreed = {"config": plan.config.model_dump(mode="json"), "layout": asdict(plan.layout), "steps": plan.train_steps}
+    return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: ProcessFacts) -> None:
+    """Every rank tells rank 0 who it is; rank 0 answers with what does not fit, by name."""
+    mine = {
+        "name": spec.name,
+        "host": facts.hostname,
+        "device": facts.device_uuid,
+        "plan": plan_digest(plan),
+        **facts.versions,
+    }
+    store.set(str(spec.rank), json.dumps(mine))
+    if spec.rank == 0:
+        everyone = [json.loads(store.get(str(rank))) for rank in range(spec.world_size)]
+        store.set("verdict", json.dumps(mismatches(everyone)))
+    problems = json.loads(store.get("verdict"))
+    if problems:
+        raise HardwareError("the ranks do not fit together:\n  " + "\n  ".join(problems))
+
+
+def mismatches(everyone: list[dict[str, str]]) -> list[str]:
+    """Compare the ranks' facts (rank order) with rank 0's; a line for each difference."""
+    first, problems, seen = everyone[0], [], dict[str, str]()
+    for facts in everyone:
+        where = f"{facts['name']} on {facts['host']}"
+        for key in sorted(first.keys() - {"name", "host", "device"}):
+            if facts.get(key) != first[key]:
+                problems.append(f"{where} has {key} {facts.get(key)}, {first['name']} has {first[key]}")
+        device = facts["device"]
+        if device and device in seen:
+            problems.append(f"{where} uses device {device}, which {seen[device]} uses too")
+        seen.setdefault(device, where)
+    return problems

@@ -1,0 +1,71 @@
+"""What a rank tells the driver: filled by the training thread, drained by polls on another."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from raytrain_llama3.messages import EvalRecord, Phase, SaveRecord, StepRecord, WorkerReport
+
+
+class Reporter:
+    """Thread-safe mailbox. The training thread never waits for the driver."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rank = -1
+        self._phase = Phase.START
+        self._since = time.monotonic()
+        self._step = 0
+        self._steps: list[StepRecord] = []
+        self._evals: list[EvalRecord] = []
+        self._saves: list[SaveRecord] = []
+        self._warnings: list[str] = []
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, rank: int) -> None:
+        """Start a new attempt as `rank`: what an earlier one left unread is dropped."""
+        with self._lock:
+            self._rank, self._step = rank, 0
+            self._steps, self._evals, self._saves, self._warnings = [], [], [], []
+            self._seconds = {}
+
+    def enter(self, phase: Phase) -> None:
+        """Leave the present phase, adding up its seconds, for `phase`."""
+        now = time.monotonic()
+        with self._lock:
+            self._seconds[self._phase.value] = self._seconds.get(self._phase.value, 0.0) + now - self._since
+            self._phase, self._since = phase, now
+
+    def at_step(self, step: int) -> None:
+        """Count a finished step (every rank does: the driver watches that the count moves)."""
+        self._step = step
+
+    def add(self, record: StepRecord | EvalRecord | SaveRecord | str) -> None:
+        """Queue a record, or a warning as text, for the next poll."""
+        with self._lock:
+            match record:
+                case StepRecord():
+                    self._steps.append(record)
+                case EvalRecord():
+                    self._evals.append(record)
+                case SaveRecord():
+                    self._saves.append(record)
+                case str():
+                    self._warnings.append(record)
+
+    def poll(self) -> WorkerReport:
+        """Everything since the last poll."""
+        with self._lock:
+            report = WorkerReport(
+                rank=self._rank,
+                phase=self._phase,
+                step=self._step,
+                steps=tuple(self._steps),
+                evals=tuple(self._evals),
+                saves=tuple(self._saves),
+                warnings=tuple(self._warnings),
+                phase_seconds=dict(self._seconds),
+            )
+            self._steps, self._evals, self._saves, self._warnings = [], [], [], []
+            return report

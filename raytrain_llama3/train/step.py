@@ -1,0 +1,121 @@
+"""One training step: micro-batches through the pipeline schedule, gradients finished, weights updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import Tensor
+
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data.source import Tokens
+from raytrain_llama3.train.optimizer import apply
+from raytrain_llama3.train.process import Process
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What all ranks agree on after a step. `loss` is the mean over the global batch, nats a token."""
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    applied: bool
+    stop_votes: int
+    late_votes: int
+
+
+class Stepper:
+    """Runs steps and evaluations of one built model."""
+
+    def __init__(
+        self, plan: RunPlan, process: Process, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
+    ) -> None:
+        self._plan, self._process, self._chunks, self._optimizer = plan, process, chunks, optimizer
+        self._schedule = get_forward_backward_func()
+        # Llama3 has rotary positions; the argument is there for learned ones and is the same for every batch.
+        self._positions = torch.arange(plan.config.seq_length, device=process.device)[None]
+
+    def train(self, batches: Iterator[Tokens], *, stop: bool, late: bool) -> StepOutcome:
+        """One optimizer step over `num_micro_batches` arrays `[micro_batch, seq_length + 1]` from `batches`.
+
+        `stop` and `late` are this rank's votes to end after this step, because it was asked to or because its time
+        is over; the votes travel with the loss.
+        """
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        losses = self._run(batches, forward_only=False)
+        total, tokens, stops, lates = self._agree(losses, stop=stop, late=late)
+        update = apply(self._optimizer, self._plan.config.clip_grad)
+        return StepOutcome(
+            total / max(tokens, 1), int(tokens), update.grad_norm, update.applied, int(stops), int(lates)
+        )
+
+    def evaluate(self, batches: Iterator[Tokens]) -> tuple[float, int]:
+        """Sum of the loss (nats) and number of tokens over one global batch, without touching the weights."""
+        for chunk in self._chunks:
+            chunk.eval()
+        with torch.no_grad():
+            losses = self._run(batches, forward_only=True)
+        for chunk in self._chunks:
+            chunk.train()
+        total, tokens, *_ = self._agree(losses, stop=False, late=False)
+        return total, int(tokens)
+
+    def _run(self, batches: Iterator[Tokens], *, forward_only: bool) -> list[Tensor]:
+        c, layout = self._plan.config, self._plan.layout
+        # With virtual stages every chunk walks the same micro-batches in its own time.
+        iterators: Any = _each_its_own(batches, len(self._chunks)) if len(self._chunks) > 1 else batches
+        return list(
+            self._schedule(
+                forward_step_func=self._forward,
+                data_iterator=iterators,
+                model=self._chunks,
+                num_microbatches=layout.num_micro_batches,
+                seq_length=c.seq_length,
+                micro_batch_size=layout.micro_batch_size,
+                decoder_seq_length=c.seq_length,
+                forward_only=forward_only,
+            )
+        )
+
+    def _forward(self, batches: Iterator[Tokens], model: Any) -> tuple[Tensor, Any]:
+        window = torch.from_numpy(np.ascontiguousarray(next(batches))).to(self._process.device, non_blocking=True)
+        batch = {"tokens": window[:, :-1], "labels": window[:, 1:], "positions": self._positions}
+        if self._plan.layout.cp > 1:
+            batch = get_batch_on_this_cp_rank(batch)
+        output = model(
+            batch["tokens"].contiguous(), batch["positions"], attention_mask=None, labels=batch["labels"].contiguous()
+        )
+        return output, _per_token_loss
+
+    def _agree(self, losses: list[Tensor], *, stop: bool, late: bool) -> list[float]:
+        """Sum (loss, tokens, stop votes, late votes) over all ranks in one small all-reduce."""
+        mine = torch.zeros(4, dtype=torch.float64, device=self._process.device)
+        if losses and self._process.tp_rank == 0:
+            # Ranks of one tensor-parallel group hold the same loss: one of them speaks.
+            mine[:2] = torch.stack(losses).sum(dim=0, dtype=torch.float64)
+        mine[2:] = torch.tensor([float(stop), float(late)])
+        dist.all_reduce(mine)
+        return [float(x) for x in mine.tolist()]
+
+
+def _per_token_loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`output`: [micro_batch, seq], the loss of each token. Every token counts: documents are packed, not padded."""
+    total = output.float().sum()
+    tokens = torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+    return total, tokens, torch.stack([total.detach(), tokens.to(total.dtype)])
+
+
+def _each_its_own(batches: Iterator[Tokens], count: int) -> list[Iterator[Tokens]]:
+    held = list(batches)
+    return [iter(held) for _ in range(count)]

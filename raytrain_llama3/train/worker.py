@@ -1,0 +1,124 @@
+"""The actor's shell around training: what the driver may ask of a rank's process.
+
+A plain class, importable without torch: `launch.gang` turns it into a Ray actor whose `prepare`, `open_store` and
+`run` share one thread, while `poll`, `request_stop` and `stacks` answer on others. Benchmarks call it without Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain_llama3.config import env
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
+from raytrain_llama3.train.reporter import Reporter
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+class TrainWorker:
+    """One rank's process, for one attempt after another."""
+
+    def __init__(self) -> None:
+        self._reporter = Reporter()
+        self._stop = threading.Event()
+        self._store: TCPStore | None = None
+        self._facts: ProcessFacts | None = None
+
+    def prepare(self, environment: dict[str, str], remove: tuple[str, ...], log_path: str) -> ProcessFacts:
+        """Set the environment, send output to `log_path`, then import torch and Megatron-core (seconds)."""
+        self._reporter.enter(Phase.IMPORT)
+        # Before torch is imported: it and what it loads read the environment once.
+        env.apply(environment, remove)
+        _redirect_output(Path(log_path))
+        started = time.monotonic()
+        from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
+
+        self._facts = _facts(time.monotonic() - started)
+        return self._facts
+
+    def open_store(self, host: str, port: int, timeout_minutes: float = 60.0) -> int:
+        """Rank 0 only: open the attempt's `TCPStore` and return its port (bound first, told afterwards)."""
+        from raytrain_llama3.train.process import host_store
+
+        self._store = host_store(host, port, timeout_minutes)
+        return int(self._store.port)
+
+    def run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
+        """Train as `spec` until the end. Raises `RaytrainError` where the cause is known."""
+        from raytrain_llama3.train.loop import train
+        from raytrain_llama3.train.process import open_process
+
+        if self._facts is None:
+            raise RuntimeError("prepare() comes before run()")
+        self._reporter.begin(spec.rank)
+        self._stop.clear()
+        self._reporter.enter(Phase.PROCESS_GROUP)
+        try:
+            with open_process(plan, spec, rendezvous, self._facts, self._store) as process:
+                return train(plan, process, resume, self._reporter, self._stop, self._facts.versions)
+        except BaseException:
+            # The driver gets the exception; the rank's own log keeps it even if the driver is gone.
+            traceback.print_exc()
+            raise
+
+    def poll(self) -> WorkerReport:
+        """Where this rank is and what happened since the last poll."""
+        return self._reporter.poll()
+
+    def request_stop(self) -> None:
+        """End at the next step boundary: all ranks agree there, save, and `run` returns."""
+        self._stop.set()
+
+    def stacks(self) -> str:
+        """The Python stack of every thread of this process."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = []
+        for ident, frame in sys._current_frames().items():
+            parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
+        return "\n".join(parts)
+
+
+def _redirect_output(path: Path) -> None:
+    """Send this process's file descriptors 1 and 2 to `path`, native libraries' output included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def _facts(import_s: float) -> ProcessFacts:
+    import megatron.core
+    import torch
+
+    from raytrain_llama3 import __version__
+
+    versions: dict[str, str] = {
+        "raytrain_llama3": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "megatron-core": str(megatron.core.__version__),
+    }
+    engine: Any = sys.modules.get("transformer_engine")
+    if engine is not None:
+        versions["transformer-engine"] = str(engine.__version__)
+    return ProcessFacts(
+        pid=os.getpid(),
+        hostname=socket.gethostname(),
+        versions=versions,
+        device_name=platform.processor() or platform.machine(),
+        device_uuid="",
+        import_s=import_s,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,3 @@ class Records:
 
 def spec(rank: int, world: int) -> RankSpec:
     return RankSpec(rank, world, 0, rank, world, rank, "node", "127.0.0.1", 0)
-
-
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()

@@ -1,0 +1,22 @@
+"""One local Ray and one set of prepared workers for the tests of this folder: importing torch takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from training import Workers
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def workers(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Workers:
+    return Workers(2, Path(tmp_path_factory.mktemp("logs")))

@@ -60,6 +60,7 @@ def load(path: Path, chunks: list[DistributedDataParallel], optimizer: MegatronO
 
     Returns:
         (step, samples consumed). Raises `CheckpointError` naming the folder when it does not fit the model.
+
     """
     state = _sharded_state(chunks, optimizer, is_loading=True)
     try:

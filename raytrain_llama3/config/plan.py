@@ -16,12 +16,14 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceSupply:
-    """The devices a run may use: `per_node[i]` on node i, with the least memory of any, in bytes."""
+    """The devices there are: `per_node[i]` on node i. `memory_bytes` is the least of any."""
 
     device: Device
     per_node: tuple[int, ...]
     device_name: str = ""
     memory_bytes: int | None = None
+    capability: float | None = None
+    """Least CUDA compute capability, such as 9.0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from raytrain_llama3.train.model import build_model
 from raytrain_llama3.train.optimizer import build_optimizer, build_schedule
 from raytrain_llama3.train.process import Process, reseed
 from raytrain_llama3.train.reporter import Reporter
-from raytrain_llama3.train.step import Stepper, StepOutcome
+from raytrain_llama3.train.step import StepOutcome, Stepper
 
 _GC_INTERVAL_STEPS = 100
 
@@ -104,8 +104,9 @@ class TrainingLoop:
             reseed(self._plan.config.seed, self._step)
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         late = self._process.rank == 0 and time.monotonic() > self._deadline
-        outcome = self._stepper.train(self._batches(self._sources.train, self._order, self._samples),
-                                      stop=self._stop.is_set(), late=late)
+        outcome = self._stepper.train(
+            self._batches(self._sources.train, self._order, self._samples), stop=self._stop.is_set(), late=late
+        )
         self._step += 1
         self._samples += self._plan.layout.global_batch_size
         if outcome.applied:

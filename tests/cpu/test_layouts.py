@@ -38,8 +38,6 @@ def test_losses_equal_those_of_one_rank(
     assert losses[-1] != losses[0], "the model does not learn, so equal losses prove nothing"
 
 
-def test_another_seed_gives_other_losses(
-    workers: Workers, one_rank: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_another_seed_gives_other_losses(workers: Workers, one_rank: dict[str, list[float]], tmp_path: Path) -> None:
     losses = workers.run(plan(tmp_path, "--dtype", "fp32", "--train-iters", "2", "--seed", "7"))[1].losses
     assert losses[0] != pytest.approx(one_rank["fp32"][0], abs=1e-4)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from raytrain_llama3.checkpoint.store import CheckpointStore
 from training import Records, Workers, plan
 
-from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import ResumePoint
 
@@ -37,9 +37,7 @@ def test_ten_steps_and_ten_more_are_bit_equal_to_twenty(workers: Workers, tmp_pa
 
 
 @pytest.mark.parametrize("load_with", [("--tp-size", "2"), ("--pp-size", "2"), ()], ids=["tp2", "pp2", "dp2"])
-def test_a_checkpoint_goes_on_in_another_layout(
-    workers: Workers, tmp_path: Path, load_with: tuple[str, ...]
-) -> None:
+def test_a_checkpoint_goes_on_in_another_layout(workers: Workers, tmp_path: Path, load_with: tuple[str, ...]) -> None:
     flags = ("--dtype", "fp32")
     whole = workers.run(plan(tmp_path / "whole", *flags, "--train-iters", "8"))[1]
     first_plan = plan(tmp_path / "halves", *flags, "--train-iters", "4", "--tp-size", "2", world=2)

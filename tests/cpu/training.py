@@ -15,11 +15,42 @@ from raytrain_llama3.config.rules import plan_run
 from raytrain_llama3.messages import RankResult, RankSpec, Rendezvous, ResumePoint, SaveRecord, StepRecord
 from raytrain_llama3.train.worker import TrainWorker
 
-TINY = """
---device cpu --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4 --num-query-groups 2
---kv-channels 16 --seq-length 32 --vocab-size 256 --micro-batch-size 2 --global-batch-size 8 --learning-rate 1e-3
---min-learning-rate 1e-4 --lr-warmup-samples 16 --lr-decay-samples 800 --eval-interval 0 --save-interval 0
-""".split()
+TINY = [
+    "--device",
+    "cpu",
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--ffn-hidden-size",
+    "176",
+    "--num-attention-heads",
+    "4",
+    "--num-query-groups",
+    "2",
+    "--kv-channels",
+    "16",
+    "--seq-length",
+    "32",
+    "--vocab-size",
+    "256",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--learning-rate",
+    "1e-3",
+    "--min-learning-rate",
+    "1e-4",
+    "--lr-warmup-samples",
+    "16",
+    "--lr-decay-samples",
+    "800",
+    "--eval-interval",
+    "0",
+    "--save-interval",
+    "0",
+]
 
 _attempts = itertools.count()
 
@@ -27,7 +58,7 @@ _attempts = itertools.count()
 def plan(folder: Path, *flags: str, world: int = 1) -> RunPlan:
     """The plan of a tiny Llama3 on `world` CPU devices, with its folders under `folder`."""
     places = ["--checkpoint-path", str(folder / "checkpoints"), "--tensorboard-logs-path", str(folder / "tensorboard")]
-    argv = ["train", *TINY, "--gpus-per-node", str(world), *places, *flags]
+    argv = [*TINY, "--gpus-per-node", str(world), *places, *flags]
     return plan_run(load(argv, {}), DeviceSupply("cpu", (world,)))
 
 
@@ -43,16 +74,12 @@ class Workers:
         environment = {"OMP_NUM_THREADS": "1"}
         ray.get([a.prepare.remote(environment, (), str(logs / f"rank_{i}.log")) for i, a in enumerate(self._actors)])
 
-    def run(self, run_plan: RunPlan, resume: ResumePoint | None = None) -> tuple[list[RankResult], "Records"]:
+    def run(self, run_plan: RunPlan, resume: ResumePoint | None = None) -> tuple[list[RankResult], Records]:
         """Train to the end; results in rank order, and what rank 0 reported."""
         world, attempt = run_plan.layout.world_size, next(_attempts)
         actors = self._actors[:world]
-        rendezvous = Rendezvous(
-            "127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{attempt}"
-        )
-        results = ray.get(
-            [a.run.remote(run_plan, spec(i, world), rendezvous, resume) for i, a in enumerate(actors)]
-        )
+        rendezvous = Rendezvous("127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{attempt}")
+        results = ray.get([a.run.remote(run_plan, spec(i, world), rendezvous, resume) for i, a in enumerate(actors)])
         report = ray.get(actors[0].poll.options(concurrency_group="control").remote())
         return results, Records(list(report.steps), list(report.saves), report.evals)
 

@@ -1,0 +1,91 @@
+"""The one place that reads and writes `os.environ`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "CUBLAS_", "CUDNN_", "TORCHINDUCTOR_", "TRITON_")
+FORWARDED = frozenset(
+    {
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+        "GLOO_TIMEOUT_SECONDS",
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_SHOW_CPP_STACKTRACES",
+    }
+)
+"""What the user may set for the ranks on the driver's side: it is sent to all of them."""
+
+HOST_OWN = frozenset({"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"})
+"""Never sent to another host: they name things of the host on which they are set."""
+
+RENAMED = {"NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+"""torch's old names, carried over."""
+
+POD_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "PET_NPROC_PER_NODE",
+)
+"""The job platform's words for pods, which torch would take for ranks. Every TORCHELASTIC_* is one too."""
+
+
+def snapshot() -> dict[str, str]:
+    """This process's environment, as a copy to read from."""
+    return dict(os.environ)
+
+
+def apply(environment: Mapping[str, str], remove: Iterable[str]) -> None:
+    """In a rank's process, before torch is imported: drop what a pod left behind, then set `environment`."""
+    for name in [*remove, *(n for n in os.environ if n.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+
+
+def set_defaults(environment: Mapping[str, str]) -> None:
+    """Set those of `environment` that are not set yet."""
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+
+
+def without_pod(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a process whose children will be ranks."""
+    return {k: v for k, v in environment.items() if k not in POD_NAMES and not k.startswith("TORCHELASTIC_")}
+
+
+def for_workers(environment: Mapping[str, str], device: str, threads: int) -> dict[str, str]:
+    """What every rank gets: the user's value where set, else one that fits `device`.
+
+    `threads` is a rank's share of its node's cores.
+    """
+    chosen = {"OMP_NUM_THREADS": str(threads)}
+    if device == "cuda":
+        # One hardware queue keeps kernels in launch order, which overlapping communication of TP and CP relies on.
+        chosen |= {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "NCCL_IB_DISABLE": "0",
+            "NCCL_IB_TIMEOUT": "23",
+            "NCCL_P2P_DISABLE": "0",
+        }
+    for name, value in environment.items():
+        name = RENAMED.get(name, name)
+        if name in FORWARDED or (name.startswith(FORWARDED_PREFIXES) and name not in HOST_OWN):
+            chosen[name] = value
+    return chosen

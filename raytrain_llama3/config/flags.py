@@ -48,10 +48,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
         if not _is_flag(item):
             positionals.append(item)
             continue
-        flag, has_value, value = item.partition("=")
-        if not has_value:
-            value = _take_value(flag, names, items)
-        _assign(line, names, flag, value)
+        flag, has_value, text = item.partition("=")
+        _assign(line, names, flag, text if has_value else _take_value(flag, names, items))
     for name, raw in zip(schema.POSITIONALS, positionals, strict=False):
         line.assignments.append(Assignment(name, raw, f"argument {name.upper()}"))
     for extra in positionals[len(schema.POSITIONALS) :]:
@@ -220,6 +218,4 @@ def _kinds(annotation: Any) -> list[str]:
         return [kind for part in typing.get_args(annotation) if part is not type(None) for kind in _kinds(part)]
     if origin is typing.Annotated:
         return _kinds(typing.get_args(annotation)[0])
-    return {bool: ["0", "1"], int: ["INT"], float: ["NUMBER"]}.get(
-        annotation, ["PATH" if annotation is not str else "TEXT"]
-    )
+    return {bool: ["0", "1"], int: ["INT"], float: ["NUMBER"], str: ["TEXT"]}.get(annotation, ["PATH"])

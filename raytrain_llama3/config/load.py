@@ -83,9 +83,8 @@ def _line_of(text: str, key: str) -> int:
 
 
 def _validate(given: Mapping[str, Assignment], problems: list[str]) -> Config | None:
-    values = {name: str(a.raw) if isinstance(a.raw, str) else a.raw for name, a in given.items()}
     try:
-        config = Config(**values)
+        config = Config.model_validate({name: a.raw for name, a in given.items()})
     except ValidationError as error:
         problems += _readable(error, given)
         return None

@@ -99,7 +99,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if c.max_position_embeddings is not None and c.max_position_embeddings < c.seq_length:
         yield f"max_position_embeddings {c.max_position_embeddings} is less than seq_length {c.seq_length}"
     if not sum(c.split[:1]):
-        yield f"split {','.join(f'{s:g}' for s in c.split)} leaves nothing to train on: the first number must be more than 0"
+        yield f"split {c.split} leaves nothing to train on: the first number must be more than 0"
 
 
 def _schedule_problems(loaded: Loaded) -> Iterator[str]:
@@ -125,18 +125,24 @@ def _schedule_problems(loaded: Loaded) -> Iterator[str]:
 def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
     c = config
     if c.dtype == "fp8" and c.fp8_param_gather and c.optimizer_moments_dtype == "bf16":
-        yield "fp8_param_gather needs optimizer_moments_dtype fp32: Transformer Engine's Adam has no bf16 moments for fp8 weights"
+        yield (
+            "fp8_param_gather needs optimizer_moments_dtype fp32: Transformer Engine's Adam has no bf16 moments for "
+            "fp8 weights"
+        )
     if supply.device == "cpu":
         if c.dtype == "fp8":
-            yield "dtype fp8 needs a GPU of compute capability 8.9 or more (its kernels are Transformer Engine's); on a CPU use bf16 or fp32"
+            yield (
+                f"dtype fp8 needs a GPU of compute capability {_FP8_CAPABILITY} or more (its kernels are Transformer "
+                "Engine's); on a CPU use bf16 or fp32"
+            )
         if c.dtype == "fp16":
             yield "dtype fp16 needs a GPU (its loss scaling is CUDA code); on a CPU use bf16 or fp32"
         if c.cp_size > 1:
-            yield f"cp_size {c.cp_size} needs GPUs (ring attention is Transformer Engine's); on a CPU use cp_size 1, or tp_size"
+            yield f"cp_size {c.cp_size} needs GPUs (its attention is Transformer Engine's); on a CPU use cp_size 1"
     elif c.dtype == "fp8" and supply.capability is not None and supply.capability < _FP8_CAPABILITY:
         yield (
-            f"dtype fp8 needs compute capability {_FP8_CAPABILITY} or more; {supply.device_name} has {supply.capability}: "
-            "use --dtype bf16"
+            f"dtype fp8 needs compute capability {_FP8_CAPABILITY} or more; {supply.device_name} has "
+            f"{supply.capability}: use --dtype bf16"
         )
 
 
@@ -167,7 +173,7 @@ def _world_problems(config: Config, world: int, ranks_per_node: list[int]) -> It
     product = f"tp_size {c.tp_size} × cp_size {c.cp_size} × pp_size {c.pp_size} = {model}"
     there = f"{_count(len(ranks_per_node), 'node')}, {'+'.join(map(str, ranks_per_node))} devices"
     if model > world:
-        yield f"{product} ranks are more than the {world} there are ({there}): lower one of them, or use {model} devices"
+        yield f"{product} ranks are more than the {world} there are ({there}): lower a size, or use {model} devices"
     elif world % model:
         legal = f"{world - world % model} or {world + model - world % model}"
         yield f"{world} ranks ({there}) do not divide by {product}: use {legal} devices"
@@ -268,7 +274,8 @@ def _indivisible(name: str, value: int, by: str, divisor: int) -> str:
     """`global_batch_size 100 does not divide by micro_batch_size 3 × data-parallel 2 = 6: nearest legal 96 or 102`."""
     below, above = value - value % divisor, value + divisor - value % divisor
     legal = f"{below} or {above}" if below else f"{above}"
-    return f"{name} {value} does not divide by {by} {divisor}: nearest legal {name} {legal}{_legal_divisors(value, by, divisor)}"
+    others = _legal_divisors(value, by, divisor)
+    return f"{name} {value} does not divide by {by} {divisor}: nearest legal {name} {legal}{others}"
 
 
 def _count(number: int, noun: str) -> str:

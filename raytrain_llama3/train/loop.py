@@ -143,13 +143,13 @@ class TrainingLoop:
             self._nonfinite_steps = 0
             return
         self._nonfinite_steps += 1
-        limit = self._plan.config.max_nonfinite_steps
+        limit, first_sample = self._plan.config.max_nonfinite_steps, self._samples - self._plan.layout.global_batch_size
         if self._nonfinite_steps >= limit:
             raise NonFiniteError(
                 f"loss {outcome.loss}, gradient norm {outcome.grad_norm} at step {self._step}, not finite for {limit} "
                 f"steps in a row (max_nonfinite_steps); the weights were left alone. Lower learning_rate, lengthen "
-                f"lr_warmup_samples, or look at the data of samples {self._samples - self._plan.layout.global_batch_size}"
-                f" to {self._samples}"
+                f"lr_warmup_samples, or look at the data of samples {first_sample} to "
+                f"{self._samples}"
             )
 
     def _evaluate_if_due(self, interval: int) -> None:

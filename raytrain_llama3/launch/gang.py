@@ -29,7 +29,7 @@ from raytrain_llama3.messages import (
     WorkerReport,
 )
 
-_CONTROL = "control"
+CONTROL = "control"
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16_384
 _GONE_S = 15
@@ -111,7 +111,7 @@ class Gang:
         """What the ranks report; one that does not answer in time is left out."""
         import ray
 
-        refs = [m.actor.poll.options(concurrency_group=_CONTROL).remote() for m in self._members]
+        refs = [m.actor.poll.options(concurrency_group=CONTROL).remote() for m in self._members]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
         reports = []
         for ref in ready:
@@ -122,7 +122,7 @@ class Gang:
     def request_stop(self) -> None:
         """Ask every rank to end at the next step boundary; does not wait."""
         for member in self._members:
-            member.actor.request_stop.options(concurrency_group=_CONTROL).remote()
+            member.actor.request_stop.options(concurrency_group=CONTROL).remote()
 
     def _fold(self) -> tuple[int, ...]:
         """Ranks that failed along with the first."""
@@ -134,6 +134,13 @@ class Gang:
             ready, _ = ray.wait(list(self._running), num_returns=1, timeout=left)
             fallen += [self._running.pop(ref).spec.rank for ref in ready]
         return tuple(sorted(fallen))
+
+
+def actor_class(worker_class: type) -> Any:
+    """`worker_class` as a Ray actor that answers polls and requests while it trains."""
+    import ray
+
+    return ray.remote(concurrency_groups={CONTROL: 2})(worker_class)
 
 
 @contextlib.contextmanager
@@ -226,10 +233,9 @@ def _actor(worker_class: type, group: Any, slot: DeviceSlot, spec: RankSpec) -> 
     options: dict[str, Any] = {
         "name": f"{spec.name}/attempt-{spec.attempt}/{group.id.hex()[:8]}",
         "num_cpus": 0,
-        "concurrency_groups": {_CONTROL: 2},
         "scheduling_strategy": _in_bundle(group, slot.bundle_index),
     }
-    return ray.remote(worker_class).options(**options).remote()  # type: ignore[attr-defined]
+    return actor_class(worker_class).options(**options).remote()
 
 
 def _in_bundle(group: Any, bundle: int) -> Any:

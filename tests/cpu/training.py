@@ -12,6 +12,7 @@ import ray
 from raytrain_llama3.config.load import load
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.rules import plan_run
+from raytrain_llama3.launch.gang import CONTROL, actor_class
 from raytrain_llama3.messages import RankResult, RankSpec, Rendezvous, ResumePoint, SaveRecord, StepRecord
 from raytrain_llama3.train.worker import TrainWorker
 
@@ -66,11 +67,7 @@ class Workers:
     """`count` prepared processes that run one plan after another, as a gang's processes outlive attempts."""
 
     def __init__(self, count: int, logs: Path) -> None:
-        actor = ray.remote(TrainWorker)
-        self._actors = [
-            actor.options(num_cpus=0, concurrency_groups={"control": 2}).remote()  # type: ignore[attr-defined]
-            for _ in range(count)
-        ]
+        self._actors = [actor_class(TrainWorker).options(num_cpus=0).remote() for _ in range(count)]
         environment = {"OMP_NUM_THREADS": "1"}
         ray.get([a.prepare.remote(environment, (), str(logs / f"rank_{i}.log")) for i, a in enumerate(self._actors)])
 
@@ -80,7 +77,7 @@ class Workers:
         actors = self._actors[:world]
         rendezvous = Rendezvous("127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{attempt}")
         results = ray.get([a.run.remote(run_plan, spec(i, world), rendezvous, resume) for i, a in enumerate(actors)])
-        report = ray.get(actors[0].poll.options(concurrency_group="control").remote())
+        report = ray.get(actors[0].poll.options(concurrency_group=CONTROL).remote())
         return results, Records(list(report.steps), list(report.saves), report.evals)
 
 

@@ -187,6 +187,21 @@ class Failure:
     """One line: exception class and message, or exit cause."""
     step: int
     attempt: int
+    exit_code: int | None = None
+    """What the error asks the run to end with, where it is one of `errors`."""
     log_path: str = ""
     log_tail: tuple[str, ...] = ()
     others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run ended with, when it ended well."""
+
+    reason: EndReason
+    step: int
+    samples: int
+    saved_step: int | None
+    attempts: int
+    phase_seconds: dict[str, float]
+    """Seconds from the start of the last attempt, by phase: Ray's own (`ray`, `place`, `actors`), then rank 0's."""

@@ -35,6 +35,11 @@ def local_supply(config: Config, environ: Mapping[str, str]) -> DeviceSupply:
     return DeviceSupply("cpu", (processes,), "CPU", psutil.virtual_memory().total // processes)
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(psutil.Process().cpu_affinity())
+
+
 def _gpus() -> list[list[str]]:
     program = shutil.which("nvidia-smi")
     if program is None:

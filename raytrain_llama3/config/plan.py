@@ -63,6 +63,8 @@ class RunPlan:
     config: Config
     device: Device
     layout: Layout
+    ranks_per_node: tuple[int, ...]
+    """Ranks on each node; their sum is the world size."""
     paths: RunPaths
     train_steps: int
     """Steps that reach `train_samples` (or `train_iters`)."""

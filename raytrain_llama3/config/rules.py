@@ -22,21 +22,17 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
     config = loaded.config
     ranks_per_node, problems = _ranks_per_node(config, supply)
     world = sum(ranks_per_node)
-    problems += list(_model_problems(config))
-    problems += list(_schedule_problems(loaded))
-    problems += list(_device_problems(config, supply))
-    problems += list(_layout_problems(config, world, ranks_per_node))
-    if problems:
-        raise ConfigError(tuple(problems))
+    problems += [*_problems_anywhere(loaded), *_device_problems(config, supply)]
+    problems += _world_problems(config, world, ranks_per_node)
+    _raise_if(problems)
     layout = _layout(config, world)
-    problems += list(_memory_problems(config, layout, supply))
-    if problems:
-        raise ConfigError(tuple(problems))
+    _raise_if(list(_memory_problems(config, layout, supply)))
     threads = max(1, cores_per_node // max(ranks_per_node))
     return RunPlan(
         config=config,
         device=supply.device,
         layout=layout,
+        ranks_per_node=tuple(ranks_per_node),
         paths=run_paths(config, Path.cwd()),
         train_steps=_train_steps(config),
         warmup_samples=config.lr_warmup_samples,
@@ -46,6 +42,11 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
         worker_environment=env.for_workers(loaded.environ, supply.device, min(threads, 4) if world > 1 else threads),
         peak_flops=estimate.peak_flops(supply.device_name, config.dtype),
     )
+
+
+def check_anywhere(loaded: Loaded) -> None:
+    """Check what holds on any cluster, before one is joined. Raises `ConfigError` as `plan_run` does."""
+    _raise_if(_problems_anywhere(loaded))
 
 
 def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
@@ -76,6 +77,16 @@ def run_paths(config: Config, base: Path) -> RunPaths:
         logs = config.logs_path or Path("logs") / name
     cache = config.data_cache_path or Path(f"benchmark_cache_{name}")
     return RunPaths(*((base / path.expanduser()).resolve() for path in (checkpoints, tensorboard, logs, cache)))
+
+
+def _problems_anywhere(loaded: Loaded) -> list[str]:
+    config = loaded.config
+    return [*_model_problems(config), *_schedule_problems(loaded), *_layout_problems(config)]
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(tuple(problems))
 
 
 def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], list[str]]:
@@ -146,10 +157,8 @@ def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
         )
 
 
-def _layout_problems(config: Config, world: int, ranks_per_node: list[int]) -> Iterator[str]:
-    c = config
-    yield from _world_problems(c, world, ranks_per_node)
-    tp = c.tp_size
+def _layout_problems(config: Config) -> Iterator[str]:
+    c, tp = config, config.tp_size
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if getattr(c, name) % tp:
             yield _indivisible(name, getattr(c, name), "tp_size", tp)

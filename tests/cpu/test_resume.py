@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from raytrain_llama3.checkpoint.store import CheckpointStore
 from training import Records, Workers, plan
 
+from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import ResumePoint
 

@@ -1,0 +1,218 @@
+"""The command line: what each command does, and the exit code that it ends with."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytrain_llama3 import __version__
+from raytrain_llama3.config import env, estimate, flags, machine, rules
+from raytrain_llama3.config.load import Loaded, load, table
+from raytrain_llama3.config.plan import DeviceSupply, RunPlan
+from raytrain_llama3.config.summary import summary
+from raytrain_llama3.errors import ConfigError, RaytrainError
+
+if TYPE_CHECKING:
+    from raytrain_llama3.launch.session import Session
+    from raytrain_llama3.messages import RunResult
+    from raytrain_llama3.metrics import RunFacts, Summary
+
+PROGRAM = "raytrain-llama3"
+
+_COMMANDS_HELP = f"""commands:
+  {PROGRAM} [train] …       train (the default command)
+  {PROGRAM} plan …          check the same options and show every value, without training
+  {PROGRAM} data …          tokenize text into Arrow shards, or look at some
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    items = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines appear at once, also through a pipe or in a job's log.
+        sys.stdout.reconfigure(line_buffering=True)
+    command: Callable[[list[str]], int] = _train
+    if items and items[0] in _COMMANDS:
+        command = _COMMANDS[items.pop(0)]
+    try:
+        return command(items)
+    except RaytrainError as error:
+        _complain(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _train(argv: list[str]) -> int:
+    if _wants_help(argv):
+        return 0
+    began = time.monotonic()
+    loaded = load(argv, env.snapshot())
+    with contextlib.ExitStack() as stack:
+        session, plan, supply = _connect(loaded, stack)
+        _say(summary(loaded, plan, supply))
+        for line in (*loaded.warnings, *rules.adjustments(plan.config, supply)):
+            _say(f"note: {line}")
+        try:
+            code, end, numbers = _supervise(plan, session, stack, began)
+        except RaytrainError as error:
+            _complain(error)
+            code, end, numbers = error.exit_code, f"ended by {type(error).__name__}", None
+    _say(_closing(plan, code, end, numbers, time.monotonic() - began))
+    return code
+
+
+def _connect(loaded: Loaded, stack: contextlib.ExitStack) -> tuple[Session | None, RunPlan, DeviceSupply]:
+    """The plan, checked before Ray starts; and the cluster, already joined where one was named."""
+    if loaded.config.ray_address is None:
+        supply = machine.local_supply(loaded.config, loaded.environ)
+        return None, rules.plan_run(loaded, supply, machine.cores()), supply
+    from raytrain_llama3.launch import session
+
+    rules.check_anywhere(loaded)
+    joined = stack.enter_context(session.join(loaded.config.ray_address))
+    supply = session.cluster_supply(joined, loaded.config)
+    return joined, rules.plan_run(loaded, supply, machine.cores()), supply
+
+
+def _supervise(
+    plan: RunPlan, joined: Session | None, stack: contextlib.ExitStack, began: float
+) -> tuple[int, str, Summary]:
+    from raytrain_llama3 import data, metrics
+    from raytrain_llama3.checkpoint.store import CheckpointStore
+    from raytrain_llama3.launch import session
+    from raytrain_llama3.launch.supervisor import Supervisor
+    from raytrain_llama3.train.worker import TrainWorker
+
+    data.prepare(plan, _say)
+    store = CheckpointStore(plan.paths.checkpoints, plan.config.max_checkpoints)
+    stack.enter_context(store.lock())
+    # Before Ray starts: with only wrecks there, nothing is to be started.
+    store.resume_point()
+    cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size))
+    if cluster.dashboard_url:
+        _say(f"Ray dashboard: http://{cluster.dashboard_url}")
+    c = plan.config
+    board = stack.enter_context(
+        metrics.open_metrics(
+            _facts(plan), plan.paths.tensorboard, sys.stdout, c.wandb_project, c.wandb_run_name or c.exp_name,
+            c.model_dump(mode="json"),
+        )
+    )
+    ray_s = time.monotonic() - began
+    result = Supervisor(plan, TrainWorker, cluster, store, board).run()
+    return 0, _ended_well(plan, result, ray_s), board.summary
+
+
+def _ended_well(plan: RunPlan, result: RunResult, ray_s: float) -> str:
+    seconds = {"ray": ray_s} | result.phase_seconds
+    spent = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
+    target = "" if result.step >= plan.train_steps else f" (the target was step {plan.train_steps})"
+    return f"{result.reason.value}: step {result.step}, {result.samples} samples{target}\n  seconds      {spent}"
+
+
+def _closing(plan: RunPlan, code: int, end: str, numbers: Summary | None, seconds: float) -> str:
+    rows = [end]
+    if numbers is not None and numbers.first_loss is not None:
+        rows.append(f"  loss         {numbers.first_loss:.4f} at first, {numbers.last_loss:.4f} at last")
+        if numbers.last_validation_loss is not None:
+            rows.append(f"  validation   {numbers.last_validation_loss:.4f}")
+        rows.append(f"  speed        {numbers.tokens_per_s:,.0f} tokens/s over {numbers.tokens:,} tokens")
+    rows += [
+        f"  exit code    {code}, after {seconds:.1f} s",
+        f"  checkpoints  {plan.paths.checkpoints}",
+        f"  tensorboard  {plan.paths.tensorboard}",
+    ]
+    return "\n".join(rows)
+
+
+def _facts(plan: RunPlan) -> RunFacts:
+    from raytrain_llama3.metrics import RunFacts
+
+    return RunFacts(
+        train_steps=plan.train_steps,
+        global_batch_size=plan.layout.global_batch_size,
+        devices=plan.layout.world_size,
+        flops_per_token=estimate.flops_per_token(plan.config),
+        peak_flops=plan.peak_flops,
+        log_interval=plan.config.log_interval,
+        log_throughput=plan.config.log_throughput,
+        device=plan.device,
+    )
+
+
+def _plan(argv: list[str]) -> int:
+    if _wants_help(argv):
+        return 0
+    loaded = load(argv, env.snapshot())
+    with contextlib.ExitStack() as stack:
+        _, plan, supply = _connect(loaded, stack)
+        _say(summary(loaded, plan, supply))
+        for line in (*loaded.warnings, *rules.adjustments(plan.config, supply)):
+            _say(f"note: {line}")
+        _say("\nevery option:\n" + table(loaded))
+    return 0
+
+
+def _data(argv: list[str]) -> int:
+    from raytrain_llama3.data import tokenize as tokenizing
+
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} data", description="Make and look at Arrow shards of token ids.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("tokenize", help="turn text files into a dataset folder")
+    make.add_argument("--input", nargs="+", type=Path, required=True, help="files, or folders to search")
+    make.add_argument("--output", type=Path, required=True, help="the dataset folder to write")
+    make.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a folder that holds one")
+    make.add_argument("--suffixes", nargs="+", help=f"which files of a folder ({' '.join(sorted(tokenizing.SUFFIXES))})")
+    make.add_argument("--seed", type=int, default=0, help="decides the order of documents")
+    make.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    look = commands.add_parser("inspect", help="check a dataset folder and say what is in it")
+    look.add_argument("folder", type=Path)
+    given = parser.parse_args(argv)
+    if given.command == "inspect":
+        _say(tokenizing.inspect(given.folder))
+        return 0
+    manifest = tokenizing.tokenize(
+        given.input,
+        given.output,
+        given.tokenizer,
+        suffixes=frozenset(given.suffixes or tokenizing.SUFFIXES),
+        log=_say,
+        seed=given.seed,
+        overwrite=given.overwrite,
+    )
+    _say(
+        f"{given.output}: {manifest.documents} documents, {manifest.tokens} tokens, vocabulary {manifest.vocab_size}\n"
+        f"train on it: --data-arg {given.output} --tokenizer-arg {given.tokenizer} --vocab-size {manifest.vocab_size}"
+    )
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "plan": _plan, "data": _data}
+
+
+def _wants_help(argv: Sequence[str]) -> bool:
+    if "--version" in argv:
+        _say(__version__)
+        return True
+    if "--help" in argv or "-h" in argv:
+        _say(_COMMANDS_HELP + "\n" + flags.help_text(PROGRAM))
+        return True
+    return False
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _complain(error: RaytrainError) -> None:
+    problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+    for problem in problems:
+        sys.stderr.write(f"error: {problem}\n")

@@ -1,0 +1,53 @@
+"""The table that every run starts with."""
+
+from __future__ import annotations
+
+from raytrain_llama3.config import estimate, flags
+from raytrain_llama3.config.load import Loaded
+from raytrain_llama3.config.plan import DeviceSupply, RunPlan
+
+
+def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
+    """What the run is, in a dozen lines: model, precision, devices, batch, schedule, data, memory, folders."""
+    c, layout = plan.config, plan.layout
+    nodes = len(plan.ranks_per_node)
+    parts = f"TP {layout.tp} × CP {layout.cp} × PP {layout.pp} × DP {layout.dp}"
+    if layout.vpp:
+        parts += f", {layout.vpp} virtual stages"
+    if layout.sequence_parallel:
+        parts += ", sequence parallel"
+    gib = estimate.memory(c, layout, plan.device).total / estimate.GIB
+    rows = {
+        "model": (
+            f"{_count(estimate.parameters(c))} parameters: {c.num_layers} layers, hidden {c.hidden_size}, "
+            f"FFN {c.ffn_hidden_size}, {c.num_attention_heads} heads in {c.num_query_groups} groups, "
+            f"sequence {c.seq_length}"
+        ),
+        "precision": c.dtype + (f" ({c.fp8_format}, {c.fp8_recipe})" if c.dtype == "fp8" else ""),
+        "devices": f"{layout.world_size} × {supply.device_name or plan.device}, {nodes} node{'s' * (nodes > 1)}: {parts}",
+        "batch": (
+            f"{layout.global_batch_size} samples = {layout.dp} data-parallel × "
+            f"{layout.num_micro_batches} micro-batches × {layout.micro_batch_size}"
+        ),
+        "training": (
+            f"{plan.train_steps} steps; learning rate {c.learning_rate:g} to {c.min_learning_rate:g}, "
+            f"{c.lr_decay_style}, warm-up {plan.warmup_samples} of {plan.decay_samples} samples"
+        ),
+        "data": "mock tokens" if plan.mock_data else f"{c.data_arg} (tokenizer {c.tokenizer_arg})",
+        "memory": f"about {gib:.1f} GiB a device, estimated",
+        "checkpoints": str(plan.paths.checkpoints),
+        "tensorboard": str(plan.paths.tensorboard),
+        "rank logs": str(plan.paths.logs),
+        "set": "; ".join(
+            f"{name}={flags.shown(getattr(c, name))} ({origin})" for name, origin in sorted(loaded.origins.items())
+        )
+        or "nothing: all defaults",
+    }
+    return "\n".join([f"{c.exp_name}", *(f"  {name:<12} {text}" for name, text in rows.items())])
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"

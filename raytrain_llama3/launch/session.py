@@ -1,0 +1,164 @@
+"""Join the Ray cluster that was named, or run one of our own for as long as the session lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raytrain_llama3.config import env
+from raytrain_llama3.config.plan import Device, DeviceSupply
+from raytrain_llama3.config.schema import Config
+from raytrain_llama3.errors import ClusterFormationError, HardwareError
+
+NAMESPACE = "raytrain_llama3"
+_OBJECT_STORE_BYTES = 256 * 2**20
+_PROCESS_END_S = 10
+
+# Ray reads these when it is imported.
+_RAY_ENVIRONMENT = {
+    # Started through `uv run`, Ray would install the project again for every worker.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Each rank sees all of its node's devices and sets its own: masking breaks NCCL's peer access.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One live Ray node: its address and what it offers in all and has free now."""
+
+    node_id: str
+    ip: str
+    total: dict[str, float]
+    free: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connected Ray cluster. `is_own` when it was started by, and ends with, this process."""
+
+    address: str
+    is_own: bool
+    dashboard_url: str
+
+    def nodes(self) -> list[Node]:
+        """Live nodes, by address as a number, the head's own first where addresses are equal."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free: dict[str, dict[str, float]] = available_resources_per_node()
+        nodes = [
+            Node(n["NodeID"], n["NodeManagerAddress"], n["Resources"], free.get(n["NodeID"], {}))
+            for n in ray.nodes()
+            if n["Alive"]
+        ]
+        return sorted(nodes, key=lambda node: (address_key(node.ip), node.node_id))
+
+
+def address_key(ip: str) -> tuple[int, ...]:
+    """Sorts addresses as numbers: 10.0.0.7 comes before 10.0.0.66."""
+    parts = ip.split(".")
+    return tuple(int(p) for p in parts) if all(p.isdigit() for p in parts) else tuple(ip.encode())
+
+
+@contextlib.contextmanager
+def join(address: str) -> Iterator[Session]:
+    """Connect to the running cluster at `address` (`auto` inside a Ray job), and leave it as it was.
+
+    Raises `ClusterFormationError` with what was tried when nothing answers there, or the token does not fit.
+    """
+    env.set_defaults(_RAY_ENVIRONMENT)
+    env.apply({}, env.POD_NAMES)
+    import ray
+
+    try:
+        context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterFormationError(
+            f"ray_address {address}: cannot join: {error}. Is `ray start --head` running there? With token "
+            "authentication, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be set here too"
+        ) from error
+    try:
+        yield Session(address, is_own=False, dashboard_url=context.dashboard_url or "")
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def start(config: Config, device: Device, ranks: int) -> Iterator[Session]:
+    """Start a Ray of this process's own: own folder, own token, nothing in the home folder, nothing left behind."""
+    folder = Path(tempfile.mkdtemp(prefix="raytrain-"))
+    before = _children()
+    try:
+        yield _start_in(folder, config, device, ranks)
+    finally:
+        import ray
+
+        ray.shutdown()
+        _end_processes(_children() - before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_in(folder: Path, config: Config, device: Device, ranks: int) -> Session:
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    env.set_defaults(_RAY_ENVIRONMENT)
+    # The raylet's environment is what its workers inherit: a pod's RANK must not be in it.
+    mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    env.apply(mine, [*env.POD_NAMES, "RAY_AUTH_TOKEN", "RAY_ADDRESS"])
+    import ray
+
+    options: dict[str, Any] = {"num_gpus": ranks} if device == "cuda" else {"num_gpus": 0}
+    cores = psutil.cpu_count() or 1
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=max(cores, ranks),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=config.ray_dashboard,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+            **options,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ClusterFormationError(f"Ray did not start on this machine: {error}") from error
+    return Session("local", is_own=True, dashboard_url=context.dashboard_url or "")
+
+
+def cluster_supply(session: Session, config: Config) -> DeviceSupply:
+    """The devices of a joined cluster, counted by Ray: GPUs, or with `device=cpu` processes as asked for."""
+    nodes = session.nodes()
+    gpus = tuple(int(node.total.get("GPU", 0)) for node in nodes if node.total.get("GPU", 0) >= 1)
+    if config.device != "cpu" and gpus:
+        names = {key.split(":", 1)[1] for n in nodes for key in n.total if key.startswith("accelerator_type:")}
+        return DeviceSupply("cuda", gpus, " ".join(sorted(names)))
+    if config.device == "cuda":
+        raise HardwareError(f"device cuda: none of the cluster's {len(nodes)} nodes offers a GPU to Ray")
+    each = 1 if config.gpus_per_node == "auto" else config.gpus_per_node
+    return DeviceSupply("cpu", (each,) * len(nodes), "CPU", psutil.virtual_memory().total // each)
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end_processes(processes: set[psutil.Process]) -> None:
+    """See that `processes` are gone; end what is not."""
+    _, alive = psutil.wait_procs(list(processes), timeout=_PROCESS_END_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=_PROCESS_END_S)

@@ -1,0 +1,194 @@
+"""THE loop: place the ranks, start them, watch them train; after a fault clear, decide, and go on or stop."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from types import FrameType
+from typing import Any
+
+from raytrain_llama3.checkpoint.store import CheckpointStore
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.errors import StoppedBySignal
+from raytrain_llama3.launch import gang, placement, recovery
+from raytrain_llama3.launch.gang import Gang
+from raytrain_llama3.launch.session import Node, Session
+from raytrain_llama3.messages import EndReason, Failure, RankResult, ResumePoint, RunResult, WorkerReport
+from raytrain_llama3.metrics import Metrics
+
+_WATCH_S = 0.5
+_POLL_TIMEOUT_S = 5.0
+
+
+class State(StrEnum):
+    """Where the run is."""
+
+    PLACING = "placing"
+    STARTING = "starting"
+    TRAINING = "training"
+    STOPPING = "stopping"
+    DECIDING = "deciding"
+    ENDED = "ended"
+
+
+class Supervisor:
+    """Runs one plan to its end on one session, over as many attempts as it takes."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        worker_class: type,
+        session: Session,
+        store: CheckpointStore,
+        metrics: Metrics,
+    ) -> None:
+        self._plan, self._worker_class, self._session = plan, worker_class, session
+        self._store, self._metrics = store, metrics
+        self._name = f"raytrain-{plan.config.exp_name}-{secrets.token_hex(4)}"
+        self._failures: list[Failure] = []
+        self._seconds: dict[str, float] = {}
+        self._step = 0
+        self.state = State.PLACING
+        self._signal = 0
+
+    def run(self) -> RunResult:
+        """Train to the target. Raises the `RaytrainError` whose exit code the command ends with."""
+        with self._signals():
+            while True:
+                outcome = self._attempt()
+                if not isinstance(outcome, Failure):
+                    return self._ended(outcome)
+                self._decide(outcome)
+
+    def _attempt(self) -> list[RankResult] | Failure:
+        """One attempt: everything that it starts is gone when this returns."""
+        attempt, began = len(self._failures), time.monotonic()
+        resume = self._store.resume_point()
+        self._step = resume.step if resume else 0
+        self._metrics.start_attempt(attempt, self._step)
+        if resume:
+            self._metrics.event(f"resuming from {resume.path} (step {resume.step}, {resume.samples} samples)")
+        self._enter(State.PLACING)
+        with placement.reserve(self._session, self._plan, f"{self._name}-{attempt}") as place:
+            self._seconds = {"place": time.monotonic() - began}
+            try:
+                return self._train(*place, attempt, resume)
+            except gang.RankFailed as lost:
+                return replace(lost.failure, step=self._step)
+
+    def _train(
+        self, group: Any, nodes: list[Node], attempt: int, resume: ResumePoint | None
+    ) -> list[RankResult] | Failure:
+        self._enter(State.STARTING)
+        began = time.monotonic()
+        with gang.start(self._worker_class, self._plan, group, nodes, attempt) as ranks:
+            self._seconds["actors"] = time.monotonic() - began
+            ranks.run(f"{self._name}-{attempt}", resume)
+            self._enter(State.TRAINING)
+            return self._watch(ranks)
+
+    def _watch(self, ranks: Gang) -> list[RankResult] | Failure:
+        """Hear from the ranks, off their critical path, until all have ended or one has failed."""
+        results: list[RankResult] = []
+        stop_by: float | None = None
+        while ranks.is_running:
+            ended, failure = ranks.wait(_WATCH_S)
+            results += ended
+            self._record(ranks.poll(_POLL_TIMEOUT_S))
+            if failure is not None:
+                return replace(failure, step=self._step)
+            if self._signal and stop_by is None:
+                self._enter(State.STOPPING)
+                ranks.request_stop()
+                stop_by = time.monotonic() + self._plan.config.grace_s
+            if stop_by is not None and time.monotonic() > stop_by:
+                raise StoppedBySignal(
+                    f"{self._signal_name()}: the ranks did not end within grace_s {self._plan.config.grace_s} s; what "
+                    "they did since the newest checkpoint is lost"
+                )
+        return results
+
+    def _record(self, reports: Sequence[WorkerReport]) -> None:
+        for report in reports:
+            for step in report.steps:
+                self._step = step.step
+                self._metrics.step(step)
+            for evaluation in report.evals:
+                self._metrics.evaluation(evaluation)
+            for save in report.saves:
+                self._store.publish(save)
+                self._metrics.saved(save)
+            for warning in report.warnings:
+                self._metrics.event(f"rank {report.rank}: {warning}")
+            if report.rank == 0:
+                self._seconds |= report.phase_seconds
+
+    def _decide(self, failure: Failure) -> None:
+        self._enter(State.DECIDING)
+        for line in describe(failure):
+            self._metrics.event(line)
+        if self._signal:
+            raise StoppedBySignal(f"{self._signal_name()}; a rank failed while stopping: {failure.error}")
+        decision = recovery.decide(failure, self._failures, self._plan.config.max_restarts)
+        self._failures.append(failure)
+        match decision:
+            case recovery.Stop(error):
+                raise error
+            case recovery.Restart(why):
+                self._metrics.event(why)
+
+    def _ended(self, results: list[RankResult]) -> RunResult:
+        self._enter(State.ENDED)
+        first = min(results, key=lambda result: result.rank)
+        if first.reason is EndReason.STOP:
+            saved = f"saved at step {first.saved_step}" if first.saved_step else "nothing to save"
+            raise StoppedBySignal(f"{self._signal_name()}: stopped after step {first.step}, {saved}")
+        return RunResult(
+            first.reason, first.step, first.samples, first.saved_step, len(self._failures) + 1, dict(self._seconds)
+        )
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        if self._signal and state in (State.PLACING, State.STARTING):
+            raise StoppedBySignal(f"{self._signal_name()} before training had begun")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """A first SIGTERM or Ctrl-C asks the ranks to save and stop; a second ends at once."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._signal or self.state in (State.PLACING, State.STARTING):
+            self._signal = number
+            raise StoppedBySignal(f"{self._signal_name()} while {self.state.value}: ended at once")
+        self._signal = number
+        self._metrics.event(
+            f"{self._signal_name()}: the ranks finish their step, save and stop, in {self._plan.config.grace_s} s at "
+            "most; a second signal ends at once"
+        )
+
+    def _signal_name(self) -> str:
+        return signal.Signals(self._signal).name if self._signal else "asked to stop"
+
+
+def describe(failure: Failure) -> list[str]:
+    """A fault for people: who, where, why, the last lines of its log, and the others in one line."""
+    lines = [
+        f"rank {failure.rank} on {failure.node_ip} failed at step {failure.step} ({failure.kind}): {failure.error}"
+    ]
+    if failure.others:
+        lines.append(f"ranks {', '.join(map(str, failure.others))} fell with it")
+    if failure.log_tail:
+        lines.append(f"the last lines of {failure.log_path}:")
+        lines += [f"  | {line}" for line in failure.log_tail]
+    return lines

@@ -50,7 +50,8 @@ class HuggingFaceEncoder:
         tokenizers = _import_tokenizers()
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises this very class, for a bad path and bad contents
+        except Exception as error:
+            # The library raises this very class, and no other, for a bad path and for bad contents.
             raise DataError(f"tokenizer {path} cannot be read: {error}") from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()

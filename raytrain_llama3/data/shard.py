@@ -90,6 +90,8 @@ class OpenShard:
             reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
             schema = reader.schema
             columns = [reader.get_batch(i).column(COLUMN) for i in range(reader.num_record_batches)]
+            for column in columns:
+                column.validate()
         except (OSError, pa.ArrowException, KeyError) as error:
             raise DataError(
                 f"shard {self.path} is not an Arrow IPC file with a column {COLUMN!r} ({error}); make the dataset again"

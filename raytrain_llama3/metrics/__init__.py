@@ -122,7 +122,7 @@ def open_metrics(
     """Open every sink: lines to `out`, TensorBoard and JSONL files into `folder`, wandb when a project is named.
 
     What an earlier run left in `folder` is continued. A file that cannot be opened costs a warning on `out`; a wandb
-    that is not installed, or does not start, raises `ConfigError`. `config` is what wandb shows as the run's configuration.
+    that is not installed, or does not start, raises `ConfigError`. wandb shows `config` as the run's configuration.
     """
     console = ConsoleSink(out, facts)
     openers: list[Callable[[], Sink]] = [partial(TensorBoardSink, folder), partial(JsonlSink, folder, facts)]

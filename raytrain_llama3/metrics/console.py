@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TextIO
 
-from raytrain_llama3.messages import EvalRecord, StepRecord
+from raytrain_llama3.messages import EvalRecord, SaveRecord, StepRecord
 from raytrain_llama3.metrics.record import AttemptStart, Event, Item, RunFacts, Saved, StepMetrics, perplexity
 
 
@@ -26,9 +26,7 @@ class ConsoleSink:
             case EvalRecord():
                 self._line(evaluation_line(item, self._facts))
             case Saved(record):
-                self._line(
-                    f"{_progress(record.step, self._facts)} | saved in {record.seconds:.1f} s as {Path(record.path).name}"
-                )
+                self._line(saved_line(record, self._facts))
             case Event(text):
                 self._line(text)
             case AttemptStart() if item.resume_step or item.attempt:
@@ -81,6 +79,11 @@ def evaluation_line(record: EvalRecord, facts: RunFacts) -> str:
     )
 
 
+def saved_line(record: SaveRecord, facts: RunFacts) -> str:
+    """The line of one published checkpoint."""
+    return f"{_progress(record.step, facts)} | saved in {record.seconds:.1f} s as {Path(record.path).name}"
+
+
 def loss(value: float) -> str:
     """Six characters from 0 to 999: 0.9877, 2.4213, 11.762."""
     return f"{value:6.{_decimals(value, 4)}f}"
@@ -102,11 +105,10 @@ def count(value: float) -> str:
     """Five characters: 9.5, 950, 1.25k, 18.2k, 1.82M."""
     if value < 999.5:
         return f"{value:5.{_decimals(value, 1)}f}"
-    for unit in "kMG":
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:4.{_decimals(value, 2)}f}{unit}"
+    scaled, units = value / 1e3, "kMG"
+    while scaled >= 999.5 and len(units) > 1:
+        scaled, units = scaled / 1e3, units[1:]
+    return f"{scaled:4.{_decimals(scaled, 2)}f}{units[0]}"
 
 
 def duration(value: float) -> str:

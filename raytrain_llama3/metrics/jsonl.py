@@ -74,4 +74,4 @@ def _cut_off_half_line(path: Path) -> None:
     with path.open("r+b") as file:
         start = max(file.seek(0, os.SEEK_END) - _LONGEST_LINE_BYTES, 0)
         file.seek(start)
-        file.truncate(start + file.read().rfind(b"\n") + 1)
+        file.truncate(start + file.read(_LONGEST_LINE_BYTES).rfind(b"\n") + 1)

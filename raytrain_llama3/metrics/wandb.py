@@ -14,7 +14,8 @@ from raytrain_llama3.metrics.tensorboard import evaluation_scalars, scalars
 class WandbSink:
     """One run of `project`, its local files under `folder`.
 
-    Raises `ConfigError` when wandb is not installed or does not start. wandb takes its key, mode and host from its own environment.
+    Raises `ConfigError` when wandb is not installed or does not start. Its key, mode and host come from wandb's own
+    environment variables.
     """
 
     name = "wandb"

@@ -1,0 +1,138 @@
+"""What a run says about itself: a line for people, files for TensorBoard and programs, wandb where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from raytrain_llama3.messages import EvalRecord, SaveRecord, StepRecord
+from raytrain_llama3.metrics.console import ConsoleSink
+from raytrain_llama3.metrics.jsonl import JsonlSink
+from raytrain_llama3.metrics.record import AttemptStart, Event, Item, RunFacts, Saved, Sink, Summary, summarise
+from raytrain_llama3.metrics.tensorboard import TensorBoardSink
+from raytrain_llama3.metrics.wandb import WandbSink
+
+__all__ = ["Metrics", "RunFacts", "Summary", "open_metrics"]
+
+
+class Metrics:
+    """Passes what the driver hears from the workers on to every sink; a context manager.
+
+    A sink that meets `OSError` (a full disk) costs one warning on the console and is tried again with the next
+    record: training goes on.
+    """
+
+    def __init__(self, facts: RunFacts, console: ConsoleSink, sinks: list[Sink]) -> None:
+        self._facts, self._console, self._sinks = facts, console, sinks
+        self._failing: set[str] = set()
+        self._attempt = 0
+        self._interval: list[StepRecord] = []
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._last_validation_loss: float | None = None
+        self._tokens, self._seconds = 0, 0.0
+
+    @property
+    def summary(self) -> Summary:
+        """The run so far, as this process saw it."""
+        rate = self._tokens / self._seconds if self._seconds > 0 else 0.0
+        return Summary(self._first_loss, self._last_loss, self._last_validation_loss, self._tokens, self._seconds, rate)
+
+    def start_attempt(self, attempt: int, resume_step: int) -> None:
+        """Say that an attempt starts after `resume_step`; the steps after it are about to come again."""
+        self._attempt = attempt
+        self._interval = [step for step in self._interval if step.step <= resume_step]
+        self._write(AttemptStart(attempt, resume_step))
+
+    def step(self, record: StepRecord) -> None:
+        """Take one finished step; tell its interval when it is the last of one, or of the run."""
+        self._first_loss = record.loss if self._first_loss is None else self._first_loss
+        self._last_loss = record.loss
+        self._tokens += record.tokens
+        self._seconds += record.step_s
+        self._interval.append(record)
+        self._write(record)
+        if record.step % self._facts.log_interval == 0 or record.step >= self._facts.train_steps:
+            self._tell_interval()
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Take one evaluation."""
+        self._last_validation_loss = record.loss
+        self._write(record)
+
+    def saved(self, record: SaveRecord) -> None:
+        """Say that a checkpoint was published."""
+        self._write(Saved(record))
+
+    def event(self, text: str) -> None:
+        """Say anything else: a restart, a warning."""
+        self._write(Event(text))
+
+    def close(self) -> None:
+        """Tell the interval that is under way, if any, and close every sink."""
+        self._tell_interval()
+        for sink in self._sinks:
+            self._guarded(sink.name, sink.close)
+        self._sinks = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tell_interval(self) -> None:
+        if self._interval:
+            self._write(summarise(self._facts, self._attempt, self._interval))
+            self._interval = []
+
+    def _write(self, item: Item) -> None:
+        self._say(item)
+        for sink in self._sinks:
+            self._guarded(sink.name, partial(sink.write, item))
+
+    def _say(self, item: Item) -> None:
+        # A closed pipe or terminal leaves nowhere to warn.
+        with suppress(OSError):
+            self._console.write(item)
+
+    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if name not in self._failing:
+                self._failing.add(name)
+                self._say(Event(f"warning: {name} cannot be written ({error}); training goes on, some of it is lost"))
+
+
+def open_metrics(
+    facts: RunFacts,
+    folder: Path,
+    out: TextIO,
+    wandb_project: str | None,
+    wandb_run_name: str | None,
+    config: Mapping[str, object],
+) -> Metrics:
+    """Open every sink: lines to `out`, TensorBoard and JSONL files into `folder`, wandb when a project is named.
+
+    What an earlier run left in `folder` is continued. A file that cannot be opened costs a warning on `out`; a wandb
+    that is not installed, or does not start, raises `ConfigError`. wandb shows `config` as the run's configuration.
+    """
+    console = ConsoleSink(out, facts)
+    openers: list[Callable[[], Sink]] = [partial(TensorBoardSink, folder), partial(JsonlSink, folder, facts)]
+    if wandb_project is not None:
+        # First, so that a wandb that is not there leaves no files behind.
+        openers.insert(0, partial(WandbSink, wandb_project, wandb_run_name, folder, config))
+    sinks: list[Sink] = []
+    for opener in openers:
+        try:
+            sinks.append(opener())
+        except OSError as error:
+            console.write(Event(f"warning: no metrics in {folder} ({error}); training goes on without them"))
+    return Metrics(facts, console, sinks)

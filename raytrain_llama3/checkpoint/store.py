@@ -212,5 +212,5 @@ def _missing_files(path: Path) -> str | None:
             return f"{name} is missing"
     listed = set(_DATA_FILE.findall((path / ".metadata").read_bytes()))
     present = {found for file in path.iterdir() for found in _DATA_FILE.findall(file.name.encode())}
-    missing = sorted(name.decode() for name in listed - present)
-    return f"{len(missing)} data files are missing, {missing[0]} first" if missing else None
+    missing = sorted(listed - present)
+    return f"{len(missing)} of {len(listed)} data files missing, such as {missing[0].decode()}" if missing else None

@@ -178,14 +178,12 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_does_not_end_training(tmp_path: Path) -> None:
-    out = Path("/dev/full").open("w")
-    with open_metrics(FACTS, tmp_path, out, None, None, {}) as metrics:
+    # A stream that can only be read refuses every line with an OSError, as a terminal that has gone does.
+    with Path("/dev/null").open() as out, open_metrics(FACTS, tmp_path, out, None, None, {}) as metrics:
         metrics.event("nobody reads this")
         metrics.step(step(1))
-    assert metrics.summary.last_loss == 2.4213
-    assert '"nobody reads this"' in (tmp_path / "metrics.jsonl").read_text()
-    with pytest.raises(OSError, match="No space left"):
-        out.close()
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["event", "step"]
 
 
 def test_a_wandb_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def _train(argv: list[str]) -> int:
         for line in (*loaded.warnings, *rules.adjustments(plan.config, supply)):
             _say(f"note: {line}")
         try:
-            code, end, numbers = _supervise(plan, session, stack, began)
+            code, end, numbers = _supervise(plan, session, stack)
         except RaytrainError as error:
             _complain(error)
             code, end, numbers = error.exit_code, f"ended by {type(error).__name__}", None
@@ -82,9 +82,7 @@ def _connect(loaded: Loaded, stack: contextlib.ExitStack) -> tuple[Session | Non
     return joined, rules.plan_run(loaded, supply, machine.cores()), supply
 
 
-def _supervise(
-    plan: RunPlan, joined: Session | None, stack: contextlib.ExitStack, began: float
-) -> tuple[int, str, Summary]:
+def _supervise(plan: RunPlan, joined: Session | None, stack: contextlib.ExitStack) -> tuple[int, str, Summary]:
     from raytrain_llama3 import data, metrics
     from raytrain_llama3.checkpoint.store import CheckpointStore
     from raytrain_llama3.launch import session
@@ -92,6 +90,7 @@ def _supervise(
     from raytrain_llama3.train.worker import TrainWorker
 
     data.prepare(plan, _say)
+    began = time.monotonic()
     store = CheckpointStore(plan.paths.checkpoints, plan.config.max_checkpoints)
     stack.enter_context(store.lock())
     # Before Ray starts: with only wrecks there, nothing is to be started.
@@ -102,7 +101,11 @@ def _supervise(
     c = plan.config
     board = stack.enter_context(
         metrics.open_metrics(
-            _facts(plan), plan.paths.tensorboard, sys.stdout, c.wandb_project, c.wandb_run_name or c.exp_name,
+            _facts(plan),
+            plan.paths.tensorboard,
+            sys.stdout,
+            c.wandb_project,
+            c.wandb_run_name or c.exp_name,
             c.model_dump(mode="json"),
         )
     )
@@ -163,6 +166,7 @@ def _plan(argv: list[str]) -> int:
 
 def _data(argv: list[str]) -> int:
     from raytrain_llama3.data import tokenize as tokenizing
+    from raytrain_llama3.data.documents import SUFFIXES
 
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} data", description="Make and look at Arrow shards of token ids.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -170,7 +174,7 @@ def _data(argv: list[str]) -> int:
     make.add_argument("--input", nargs="+", type=Path, required=True, help="files, or folders to search")
     make.add_argument("--output", type=Path, required=True, help="the dataset folder to write")
     make.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a folder that holds one")
-    make.add_argument("--suffixes", nargs="+", help=f"which files of a folder ({' '.join(sorted(tokenizing.SUFFIXES))})")
+    make.add_argument("--suffixes", nargs="+", help=f"which files of a folder ({' '.join(sorted(SUFFIXES))})")
     make.add_argument("--seed", type=int, default=0, help="decides the order of documents")
     make.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     look = commands.add_parser("inspect", help="check a dataset folder and say what is in it")
@@ -183,15 +187,12 @@ def _data(argv: list[str]) -> int:
         given.input,
         given.output,
         given.tokenizer,
-        suffixes=frozenset(given.suffixes or tokenizing.SUFFIXES),
+        suffixes=frozenset(given.suffixes or SUFFIXES),
         log=_say,
         seed=given.seed,
         overwrite=given.overwrite,
     )
-    _say(
-        f"{given.output}: {manifest.documents} documents, {manifest.tokens} tokens, vocabulary {manifest.vocab_size}\n"
-        f"train on it: --data-arg {given.output} --tokenizer-arg {given.tokenizer} --vocab-size {manifest.vocab_size}"
-    )
+    _say(f"train on it: --data-arg {given.output} --tokenizer-arg {given.tokenizer} --vocab-size {manifest.vocab_size}")
     return 0
 
 

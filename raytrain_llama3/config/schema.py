@@ -196,7 +196,7 @@ class Data(Options):
     tokenizer_type: Literal["auto", "NullTokenizer", "HuggingFaceTokenizer"] = "auto"
     """auto: NullTokenizer for mock data, else HuggingFaceTokenizer."""
     data_arg: str = option("MOCK", "--data-path")
-    """Folder written by `data tokenize`; MOCK: tokens made up on the fly."""
+    """Folder written by `data tokenize`; MOCK: tokens made up on the fly; PYTHON_STDLIB: this Python's own library."""
     split: Split = (99, 1, 0)
     """Parts of the documents for training, validation and test."""
     data_cache_path: Path | None = None

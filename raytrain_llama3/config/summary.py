@@ -16,7 +16,7 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
         parts += f", {layout.vpp} virtual stages"
     if layout.sequence_parallel:
         parts += ", sequence parallel"
-    gib = estimate.memory(c, layout, plan.device).total / estimate.GIB
+    memory = estimate.memory(c, layout, plan.device).total
     rows = {
         "model": (
             f"{_count(estimate.parameters(c))} parameters: {c.num_layers} layers, hidden {c.hidden_size}, "
@@ -24,26 +24,44 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
             f"sequence {c.seq_length}"
         ),
         "precision": c.dtype + (f" ({c.fp8_format}, {c.fp8_recipe})" if c.dtype == "fp8" else ""),
-        "devices": f"{layout.world_size} × {supply.device_name or plan.device}, {nodes} node{'s' * (nodes > 1)}: {parts}",
+        "devices": f"{layout.world_size} × {supply.device_name or plan.device} on {_plural(nodes, 'node')}: {parts}",
         "batch": (
             f"{layout.global_batch_size} samples = {layout.dp} data-parallel × "
-            f"{layout.num_micro_batches} micro-batches × {layout.micro_batch_size}"
+            f"{layout.num_micro_batches} micro-batch(es) × {layout.micro_batch_size}"
         ),
         "training": (
             f"{plan.train_steps} steps; learning rate {c.learning_rate:g} to {c.min_learning_rate:g}, "
             f"{c.lr_decay_style}, warm-up {plan.warmup_samples} of {plan.decay_samples} samples"
         ),
         "data": "mock tokens" if plan.mock_data else f"{c.data_arg} (tokenizer {c.tokenizer_arg})",
-        "memory": f"about {gib:.1f} GiB a device, estimated",
+        "memory": f"about {_bytes(memory)} a device, estimated",
         "checkpoints": str(plan.paths.checkpoints),
         "tensorboard": str(plan.paths.tensorboard),
         "rank logs": str(plan.paths.logs),
-        "set": "; ".join(
-            f"{name}={flags.shown(getattr(c, name))} ({origin})" for name, origin in sorted(loaded.origins.items())
-        )
-        or "nothing: all defaults",
+        "set by": _set_by(loaded),
     }
-    return "\n".join([f"{c.exp_name}", *(f"  {name:<12} {text}" for name, text in rows.items())])
+    return "\n".join([c.exp_name, *(f"  {name:<12} {text}" for name, text in rows.items())])
+
+
+def _set_by(loaded: Loaded) -> str:
+    """Flags and variables with their values, files by how much they set."""
+    shown, in_files = [], dict[str, int]()
+    for name, origin in loaded.origins.items():
+        file, colon, _ = origin.rpartition(":")
+        if colon:
+            in_files[file] = in_files.get(file, 0) + 1
+        else:
+            shown.append(f"{origin} {flags.shown(getattr(loaded.config, name))}")
+    files = [f"{file} ({_plural(count, 'option')})" for file, count in in_files.items()]
+    return ", ".join(files + shown) or "nothing: every option is at its default"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / estimate.GIB:.1f} GiB" if count >= estimate.GIB else f"{count / 2**20:.0f} MiB"
 
 
 def _count(number: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_llama3.data.arrow import ArrowSource
-from raytrain_llama3.data.manifest import read_manifest, split_documents
+from raytrain_llama3.data.manifest import MANIFEST_FILE, read_manifest, split_documents
 from raytrain_llama3.data.mock import MockSource
 from raytrain_llama3.data.source import TokenSource
 from raytrain_llama3.errors import DataError
@@ -15,6 +17,8 @@ from raytrain_llama3.errors import DataError
 if TYPE_CHECKING:
     from raytrain_llama3.config.plan import RunPlan
 
+PYTHON_STDLIB = "PYTHON_STDLIB"
+"""A `data_arg` beside folders and MOCK; see `prepare`."""
 _MOCK_TRAIN_WINDOWS = 1 << 31
 _MOCK_VALID_WINDOWS = 1 << 20
 _MOCK_VALID_STREAM = 0x76616C6964
@@ -29,6 +33,26 @@ class Sources:
     valid: TokenSource
 
 
+def dataset_folder(plan: RunPlan) -> Path:
+    """Where the Arrow shards of `data_arg` are."""
+    if plan.config.data_arg == PYTHON_STDLIB:
+        return plan.paths.data_cache / "python_stdlib"
+    return Path(plan.config.data_arg).expanduser().absolute()
+
+
+def prepare(plan: RunPlan, log: Callable[[str], None]) -> None:
+    """Before any rank starts: make what can be made here, and raise `DataError` for data that cannot be trained on.
+
+    PYTHON_STDLIB is the Python library's own source, tokenized to bytes on first use: real text on every machine.
+    """
+    if plan.config.data_arg == PYTHON_STDLIB and not (dataset_folder(plan) / MANIFEST_FILE).is_file():
+        from raytrain_llama3.data.tokenize import tokenize
+
+        library = Path(sysconfig.get_path("stdlib"))
+        tokenize([library], dataset_folder(plan), suffixes=frozenset({".py"}), log=log)
+    open_sources(plan)
+
+
 def open_sources(plan: RunPlan) -> Sources:
     """The sources of a run: made-up tokens, or the training and validation parts of the dataset in `data_arg`.
 
@@ -41,7 +65,7 @@ def open_sources(plan: RunPlan) -> Sources:
             MockSource(c.seed, c.vocab_size, c.seq_length, _MOCK_TRAIN_WINDOWS),
             MockSource(c.seed ^ _MOCK_VALID_STREAM, c.vocab_size, c.seq_length, _MOCK_VALID_WINDOWS),
         )
-    folder = Path(c.data_arg).expanduser()
+    folder = dataset_folder(plan)
     train, valid, _ = split_documents(read_manifest(folder), c.split)
     if train[0] == train[1]:
         raise DataError(f"split {c.split} leaves no documents of {folder} to train on: raise its first number above 0")

@@ -140,7 +140,8 @@ def actor_class(worker_class: type) -> Any:
     """`worker_class` as a Ray actor that answers polls and requests while it trains."""
     import ray
 
-    return ray.remote(concurrency_groups={CONTROL: 2})(worker_class)
+    decorate: Any = ray.remote
+    return decorate(concurrency_groups={CONTROL: 2})(worker_class)
 
 
 @contextlib.contextmanager
@@ -191,7 +192,9 @@ def _first_failure_wins(refs: list[Any], names: Sequence[tuple[RankSpec, Path]])
 def _failure(spec: RankSpec, log_path: Path, error: Exception, others: tuple[int, ...]) -> Failure:
     import ray
 
-    cause = error.as_instanceof_cause() if isinstance(error, ray.exceptions.RayTaskError) else error
+    cause: Any = error
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = cause.as_instanceof_cause()
     kind = FailureKind.EXCEPTION
     if isinstance(error, ray.exceptions.RayActorError):
         kind = FailureKind.DIED
@@ -220,15 +223,13 @@ def _in_one_line(error: Exception) -> str:
 def _lease(group: Any, bundles: int) -> list[Any]:
     import ray
 
-    lease = ray.remote(Lease)
+    lease: Any = ray.remote(Lease)
     return [
-        lease.options(num_cpus=0, num_gpus=1, scheduling_strategy=_in_bundle(group, i)).remote()  # type: ignore[attr-defined]
-        for i in range(bundles)
+        lease.options(num_cpus=0, num_gpus=1, scheduling_strategy=_in_bundle(group, i)).remote() for i in range(bundles)
     ]
 
 
 def _actor(worker_class: type, group: Any, slot: DeviceSlot, spec: RankSpec) -> Any:
-    import ray
 
     options: dict[str, Any] = {
         "name": f"{spec.name}/attempt-{spec.attempt}/{group.id.hex()[:8]}",

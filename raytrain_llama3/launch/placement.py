@@ -106,9 +106,10 @@ def _no_room(nodes: Sequence[Node], plan: RunPlan) -> str:
         if ever
         else "the cluster is too small: add nodes, or lower --num-nodes or --gpus-per-node"
     )
+    wanted = f"{' + '.join(map(str, plan.ranks_per_node))} on {len(plan.ranks_per_node)} nodes"
     return (
-        f"no room for the ranks after {plan.config.placement_timeout_s} s: wanted {resource} "
-        f"{' + '.join(map(str, plan.ranks_per_node))} on {len(plan.ranks_per_node)} nodes; {'; '.join(offers)}. {remedy}"
+        f"no room for the ranks after {plan.config.placement_timeout_s} s: wanted {resource} {wanted}; "
+        f"{'; '.join(offers)}. {remedy}"
     )
 
 

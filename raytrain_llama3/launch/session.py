@@ -30,6 +30,8 @@ _RAY_ENVIRONMENT = {
     # Each rank sees all of its node's devices and sets its own: masking breaks NCCL's peer access.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray runs workers at nice 15: a rank is the reason for this machine, not a guest on it.
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -53,13 +55,13 @@ class Session:
 
     def nodes(self) -> list[Node]:
         """Live nodes, by address as a number, the head's own first where addresses are equal."""
-        import ray
-        from ray._private.state import available_resources_per_node
+        from ray._private import state
 
-        free: dict[str, dict[str, float]] = available_resources_per_node()
+        ray_state: Any = state.state
+        free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()
         nodes = [
             Node(n["NodeID"], n["NodeManagerAddress"], n["Resources"], free.get(n["NodeID"], {}))
-            for n in ray.nodes()
+            for n in ray_state.node_table()
             if n["Alive"]
         ]
         return sorted(nodes, key=lambda node: (address_key(node.ip), node.node_id))
@@ -116,6 +118,8 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int) -> Sessi
     env.set_defaults(_RAY_ENVIRONMENT)
     # The raylet's environment is what its workers inherit: a pod's RANK must not be in it.
     mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    # What a killed rank leaves in its temporary folder goes with ours.
+    mine["TMPDIR"] = str(folder)
     env.apply(mine, [*env.POD_NAMES, "RAY_AUTH_TOKEN", "RAY_ADDRESS"])
     import ray
 

@@ -20,7 +20,7 @@ EIGHT_NODES = DeviceSupply("cuda", (8,) * 8, "NVIDIA H100 80GB HBM3", 80 * GIB, 
 TINY = [
     *("--num-layers", "4", "--hidden-size", "128", "--ffn-hidden-size", "384", "--num-attention-heads", "8"),
     *("--num-query-groups", "4", "--kv-channels", "32", "--seq-length", "128", "--vocab-size", "257"),
-    *("--micro-batch-size", "2", "--global-batch-size", "16", "--train-iters", "10", "--dtype", "fp32"),
+    *("--micro-batch-size", "2", "--global-batch-size", "16", "--dtype", "fp32"),
 ]
 """A model that fits everywhere and breaks no rule."""
 

@@ -271,10 +271,12 @@ def _memory_remedy(config: Config, supply: DeviceSupply) -> str:
     if supply.device == "cpu":
         return "use GPUs, or see a small model train here: make demo, or --config configs/demo.toml"
     options = ["raise tp_size or pp_size", "lower micro_batch_size or seq_length"]
-    if config.optimizer_moments_dtype == "fp32" and config.dtype in ("bf16", "fp8"):
+    if (
+        config.optimizer_moments_dtype == "fp32"
+        and config.dtype in ("bf16", "fp8")
+        and config.use_distributed_optimizer
+    ):
         options.append("--optimizer-moments-dtype bf16")
-    if not config.recompute_activations:
-        options.append("--recompute-activations")
     return ", ".join(options)
 
 

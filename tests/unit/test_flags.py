@@ -103,7 +103,7 @@ MEGATRONS_NAMES = {
     "vpp_size": ["--virtual-pipeline-model-parallel-size"],
     "num_nodes": ["--nnodes"],
     "gpus_per_node": ["--nproc-per-node"],
-    "norm_epsilon": ["--layernorm-epsilon", "--norm-epsilon"],
+    "norm_epsilon": ["--layernorm-epsilon"],
     "use_bf16": ["--bf16"],
     "learning_rate": ["--lr"],
     "min_learning_rate": ["--min-lr"],

@@ -45,6 +45,9 @@ def parse(argv: Sequence[str]) -> CommandLine:
     items = list(_items(argv))
     while items:
         item = items.pop(0)
+        if item.startswith("-") and not _is_flag(item):
+            line.problems.append(f"{item}: a flag begins with two dashes{suggestion('-' + item, names)}")
+            continue
         if not _is_flag(item):
             positionals.append(item)
             continue
@@ -61,7 +64,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
 
 def _items(argv: Sequence[str]) -> Iterator[str]:
     """Items as they were meant: flag and value in one word come apart, quotes that no shell removed go."""
-    for item in argv:
+    for item in (item for item in argv if item != "--"):
         if _is_flag(item) and " " in item.strip() and "=" not in item.split(" ", 1)[0]:
             flag, value = item.strip().split(None, 1)
             yield flag
@@ -79,7 +82,7 @@ def _unquoted(text: str) -> str:
 
 
 def _is_flag(item: str) -> bool:
-    return item.startswith("--") and len(item) > 2
+    return item.startswith("--")
 
 
 def _names() -> dict[str, str]:

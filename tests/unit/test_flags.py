@@ -178,12 +178,13 @@ def test_what_llama3_fixes_is_refused_when_contradicted(argv: list[str], said: s
         (["--tp-sise", "2"], "--tp-sise: there is no such option; did you mean --tp-size"),
         (["--learning-rte=1"], "--learning-rte: there is no such option; did you mean --learning-rate"),
         (["--tensor-parallel-size", "2"], "did you mean --tensor-model-parallel-size"),
-        (["--zzz"], "--zzz: there is no such option"),
         (["--no-learning-rate"], "--no-learning-rate: there is no such option"),
         (["--tp-size"], "--tp-size: needs a value (INT)"),
         (["--tp-size", "--pp-size", "2"], "--tp-size: needs a value (INT)"),
         (["--dtype"], "--dtype: needs a value (bf16|fp8|fp16|fp32)"),
         (["--config"], "--config: needs the path of a TOML file"),
+        (["-tp-size"], "-tp-size: a flag begins with two dashes; did you mean --tp-size"),
+        (["-x"], "-x: a flag begins with two dashes"),
         (["--no-manual-gc", "1"], "--no-manual-gc 1: takes no value; say --manual-gc 1"),
     ],
 )
@@ -192,9 +193,22 @@ def test_a_flag_that_cannot_be_read(argv: list[str], said: str) -> None:
     assert said in line
 
 
+def test_a_negative_number_is_a_value() -> None:
+    assert given("--seed", "-1") == {"seed": "-1"}
+
+
+def test_two_dashes_alone_say_nothing() -> None:
+    assert given("--", "ckpt", "--", "board") == {"checkpoint_path": "ckpt", "tensorboard_logs_path": "board"}
+
+
 def test_an_unknown_flag_does_not_turn_its_value_into_a_checkpoint_folder() -> None:
-    line = flags.parse(["--tp-sise", "2", "ckpt"])
-    assert [(a.name, a.raw) for a in line.assignments] == [("checkpoint_path", "ckpt")]
+    for argv in (["--tp-sise", "2", "ckpt"], ["--manual-gcc", "/ckpt"]):
+        line = flags.parse(argv)
+        assert [(a.name, a.raw) for a in line.assignments] == [("checkpoint_path", argv[-1])]
+
+
+def test_a_flag_that_is_like_no_other_gets_no_suggestion() -> None:
+    assert problems("--zzz") == ["--zzz: there is no such option"]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +245,35 @@ def test_the_help_shows_every_option_with_kind_default_and_megatrons_names(name:
     assert f"default {flags.shown(schema.Config.model_fields[name].default)}" in " ".join(entry.split())
     assert len(entry.splitlines()[0].split()) == 2
     assert all(alias in entry for alias in schema.aliases(name))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--tp-size INT",
+        "--num-nodes auto|INT",
+        "--vpp-size INT",
+        "--sequence-parallel auto|0|1",
+        "--manual-gc 0|1",
+        "--dtype bf16|fp8|fp16|fp32",
+        "--learning-rate NUMBER",
+        "--hidden-dropout NUMBER",
+        "--split A,B,C",
+        "--exp-name TEXT",
+        "--wandb-project TEXT",
+        "--checkpoint-path PATH",
+    ],
+)
+def test_the_help_names_the_kind_of_value(line: str) -> None:
+    assert f"\n  {line}\n" in flags.help_text("raytrain-llama3")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "1"), (False, "0"), (None, "unset"), ((99.0, 1.5, 0.0), "99,1.5,0"), (0.1, "0.1"), ("auto", "auto")],
+)
+def test_a_value_is_shown_as_it_would_be_written(value: object, text: str) -> None:
+    assert flags.shown(value) == text
 
 
 @pytest.mark.parametrize(

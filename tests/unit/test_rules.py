@@ -181,6 +181,39 @@ def test_the_base_of_the_table_breaks_no_rule() -> None:
         assert planned(TINY, supply).layout.world_size == sum(supply.per_node)
 
 
+ALLOWED = [
+    ("--max-position-embeddings 128", cpu()),
+    ("--split 1,0,0", cpu()),
+    ("--lr 1e-4 --min-lr 1e-4", cpu()),
+    ("--lr-decay-samples 100 --lr-warmup-samples 99", cpu()),
+    ("--train-samples 16", cpu()),
+    ("--profile-step-start 6", cpu()),
+    ("--enable-profiling", cpu()),
+    ("--enable-profiling --profile-step-start 5", cpu()),
+    ("--dtype bf16", cpu()),
+    ("--dtype fp16", ONE_H200),
+    ("--dtype bf16 --fp8-param-gather --optimizer-moments-dtype bf16", ONE_H200),
+    ("--dtype fp8 --optimizer-moments-dtype bf16", ONE_H200),
+    ("--dtype fp8 --fp8-param-gather", ONE_H200),
+    ("--dtype fp8", replace(ONE_H200, capability=8.9)),
+    ("--dtype fp8", replace(ONE_H200, capability=None)),
+    ("--dtype fp8 --fp8-recipe mxfp8", ONE_H200),
+    ("--dtype fp8 --fp8-recipe blockwise", ONE_H200),
+    ("--dtype fp8 --cp-size 2 --tp-size 4 --ffn-hidden-size 448 --kv-channels 64", EIGHT_H100),
+    ("--hidden-size 120 --ffn-hidden-size 100", ONE_H200),
+    ("--cp-size 8 --seq-length 32", EIGHT_H100),
+    ("--pp-size 2 --vpp-size 2 --global-batch-size 4", cpu(2)),
+    ("--tp-size 4 --pp-size 2", cpu(8)),
+    ("--num-nodes 1", cpu()),
+]
+"""Neighbours of the table above, each just within its rule."""
+
+
+@pytest.mark.parametrize(("argv", "supply"), ALLOWED)
+def test_what_keeps_every_rule_is_planned(argv: str, supply: DeviceSupply) -> None:
+    assert planned([*TINY, *argv.split()], supply).device == supply.device
+
+
 INDIVISIBLE = re.compile(r"^(?P<name>\w+) \d+ does not divide by (?P<by>\w+).*: nearest legal (?P<offers>.*)$")
 
 

@@ -69,8 +69,19 @@ def _train(argv: list[str]) -> int:
 
 def _introduce(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> None:
     _say(summary(loaded, plan, supply))
-    for line in (*loaded.warnings, *rules.adjustments(plan.config, supply)):
+    for line in (*loaded.warnings, *rules.adjustments(plan.config, supply), *_folders_note(loaded, plan)):
         _say(f"note: {line}")
+
+
+def _folders_note(loaded: Loaded, plan: RunPlan) -> list[str]:
+    here = Path.cwd()
+    inside = [path for path in (plan.paths.checkpoints, plan.paths.tensorboard) if path.is_relative_to(here)]
+    if not inside or "RAY_JOB_CONFIG_JSON_ENV_VAR" not in loaded.environ:
+        return []
+    return [
+        f"{' and '.join(map(str, inside))}: inside Ray's copy of the working folder, which goes with the cluster; give "
+        "absolute paths to keep them"
+    ]
 
 
 def _connect(

@@ -84,8 +84,9 @@ def for_workers(environment: Mapping[str, str], device: str, threads: int) -> di
             "NCCL_IB_TIMEOUT": "23",
             "NCCL_P2P_DISABLE": "0",
         }
-    for name, value in environment.items():
-        name = RENAMED.get(name, name)
+    carried_over = {new: environment[old] for old, new in RENAMED.items() if old in environment}
+    current = {name: value for name, value in environment.items() if name not in RENAMED}
+    for name, value in (carried_over | current).items():
         if name in FORWARDED or (name.startswith(FORWARDED_PREFIXES) and name not in HOST_OWN):
             chosen[name] = value
     return chosen

@@ -51,7 +51,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
         flag, has_value, text = item.partition("=")
         _assign(line, names, flag, text if has_value else _take_value(flag, names, items))
     for name, raw in zip(schema.POSITIONALS, positionals, strict=False):
-        line.assignments.append(Assignment(name, raw, f"argument {name.upper()}"))
+        if raw:  # an empty one keeps the place of those after it, as "$1" in a script does
+            line.assignments.append(Assignment(name, raw, f"argument {name.upper()}"))
     for extra in positionals[len(schema.POSITIONALS) :]:
         line.problems.append(f"argument {extra!r}: the positional arguments are {_positional_names()}, no more")
     _report_contradictions(line)
@@ -142,6 +143,8 @@ def _check_fixed(line: CommandLine, flag: str, value: str | None) -> None:
         line.problems.append(f"{flag}: Llama3 needs {'--' + flag.removeprefix('--no-')}; leave the flag out")
     elif fixed == "1" and (value or "1").lower() in _FALSE:
         line.problems.append(f"{flag} {value}: Llama3 needs it on; leave the flag out")
+    elif value is None and fixed != "1":
+        line.problems.append(f"{flag}: needs a value ({fixed})")
     elif fixed != "1" and value != fixed:
         line.problems.append(f"{flag} {value}: Llama3 has {fixed}; leave the flag out or say {fixed}")
 

@@ -119,6 +119,7 @@ def _settle(config: Config, origins: dict[str, str]) -> tuple[Config, list[str]]
             + (f" (over {', '.join(f'{name} from {origins[name]}' for name in over)})" if over else "")
         )
         origins |= dict.fromkeys(_FAST_TEST, "fast_test_mode")
+        origins.pop("train_iters", None)
     elif "train_iters" in origins or "train_samples" in origins:
         cause = "train_iters" if "train_iters" in origins else "train_samples"
         total = config.train_iters * config.global_batch_size if config.train_iters else config.train_samples

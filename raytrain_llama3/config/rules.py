@@ -52,17 +52,25 @@ def check_anywhere(loaded: Loaded) -> None:
 def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
     """One line for each value that is used differently from how it was asked for."""
     lines = []
-    asked, most = config.gpus_per_node, max(supply.per_node)
-    if supply.device == "cuda" and asked != "auto" and asked > most:
-        lines.append(f"gpus_per_node {asked} is more than the {most} there are: {most} are used")
+    asked, there = config.gpus_per_node, _nodes(config, supply)
+    if supply.device == "cuda" and asked != "auto" and asked > min(there):
+        used = ", ".join(str(min(asked, count)) for count in there)
+        lines.append(f"gpus_per_node {asked} is more than there are: {used} are used")
     if config.sequence_parallel is True and config.tp_size == 1:
         lines.append("sequence_parallel needs tp_size > 1: switched off")
+    if config.tokenizer_type not in ("auto", tokenizer_type(config)):
+        lines.append(f"tokenizer_type {config.tokenizer_type} is not used: the data says {tokenizer_type(config)}")
     return lines
 
 
 def is_mock(config: Config) -> bool:
     """Whether tokens are made up: either argument is MOCK, or there is no tokenizer."""
     return "MOCK" in (config.tokenizer_arg.upper(), config.data_arg.upper()) or not config.tokenizer_arg
+
+
+def tokenizer_type(config: Config) -> str:
+    """Megatron-LM's word for the tokenizer, which follows from the data."""
+    return "NullTokenizer" if is_mock(config) else "HuggingFaceTokenizer"
 
 
 def run_paths(config: Config, base: Path) -> RunPaths:
@@ -89,13 +97,16 @@ def _raise_if(problems: list[str]) -> None:
         raise ConfigError(tuple(problems))
 
 
-def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], list[str]]:
-    problems = []
+def _nodes(config: Config, supply: DeviceSupply) -> list[int]:
+    """Devices on each of the nodes to use: all nodes, or the `num_nodes` largest."""
     nodes = list(supply.per_node)
-    if config.num_nodes != "auto":
-        if config.num_nodes > len(nodes):
-            problems.append(f"num_nodes {config.num_nodes} is more than the {len(nodes)} there are")
-        nodes = sorted(nodes, reverse=True)[: config.num_nodes]
+    return nodes if config.num_nodes == "auto" else sorted(nodes, reverse=True)[: config.num_nodes]
+
+
+def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], list[str]]:
+    nodes, problems = _nodes(config, supply), []
+    if config.num_nodes != "auto" and config.num_nodes > len(nodes):
+        problems.append(f"num_nodes {config.num_nodes} is more than the {len(nodes)} there are")
     if config.gpus_per_node != "auto":
         nodes = [min(count, config.gpus_per_node) for count in nodes]
     return nodes, problems
@@ -162,8 +173,12 @@ def _layout_problems(config: Config) -> Iterator[str]:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if getattr(c, name) % tp:
             yield _indivisible(name, getattr(c, name), "tp_size", tp)
-    if estimate.padded_vocab_size(c.vocab_size) % tp:
-        yield _indivisible("padded vocabulary", estimate.padded_vocab_size(c.vocab_size), "tp_size", tp)
+    padded = estimate.padded_vocab_size(c.vocab_size)
+    if padded % tp:
+        yield (
+            f"vocab_size {c.vocab_size}, padded to {padded}, does not divide by tp_size {tp}: "
+            f"nearest legal tp_size {_divisors_near(padded, tp)}"
+        )
     stages = c.pp_size * (c.vpp_size or 1)
     if c.num_layers % stages:
         what = "pp_size" if not c.vpp_size else f"pp_size {c.pp_size} × vpp_size {c.vpp_size} ="
@@ -201,7 +216,10 @@ def _world_problems(config: Config, world: int, ranks_per_node: list[int]) -> It
         )
     elif c.vpp_size and c.pp_size > 1 and (c.global_batch_size // once) % c.pp_size:
         yield _indivisible(
-            "micro-batches a step", c.global_batch_size // once, "pp_size (interleaved schedule)", c.pp_size
+            "global_batch_size",
+            c.global_batch_size,
+            f"micro_batch_size {c.micro_batch_size} × data-parallel {dp} × pp_size {c.pp_size} (for virtual stages) =",
+            once * c.pp_size,
         )
 
 
@@ -242,10 +260,10 @@ def _memory_problems(config: Config, layout: Layout, supply: DeviceSupply) -> It
         for name in ("weights", "gradients", "optimizer", "activations")
     )
     billions = estimate.parameters(config) / 1e9
-    where = "process on this CPU" if supply.device == "cpu" else supply.device_name
+    where = "a process on this CPU" if supply.device == "cpu" else supply.device_name
     yield (
         f"a model of {billions:.2f} billion parameters needs about {need.total / estimate.GIB:.0f} GiB a device "
-        f"({parts}); a {where} has {supply.memory_bytes / estimate.GIB:.0f} GiB: {_memory_remedy(config, supply)}"
+        f"({parts}); {where} has {supply.memory_bytes / estimate.GIB:.0f} GiB: {_memory_remedy(config, supply)}"
     )
 
 
@@ -253,10 +271,12 @@ def _memory_remedy(config: Config, supply: DeviceSupply) -> str:
     if supply.device == "cpu":
         return "use GPUs, or see a small model train here: make demo, or --config configs/demo.toml"
     options = ["raise tp_size or pp_size", "lower micro_batch_size or seq_length"]
-    if config.optimizer_moments_dtype == "fp32" and config.dtype in ("bf16", "fp8"):
+    if (
+        config.optimizer_moments_dtype == "fp32"
+        and config.dtype in ("bf16", "fp8")
+        and config.use_distributed_optimizer
+    ):
         options.append("--optimizer-moments-dtype bf16")
-    if not config.recompute_activations:
-        options.append("--recompute-activations")
     return ", ".join(options)
 
 
@@ -294,6 +314,10 @@ def _count(number: int, noun: str) -> str:
 def _legal_divisors(value: int, by: str, divisor: int) -> str:
     if not by.endswith("_size") and by != "num_query_groups":
         return ""
+    return f", or {by} {_divisors_near(value, divisor)}"
+
+
+def _divisors_near(value: int, divisor: int) -> str:
     lower = max(d for d in range(1, divisor + 1) if value % d == 0)
     higher = min((d for d in range(divisor, value + 1) if value % d == 0), default=lower)
-    return f", or {by} {' or '.join(str(d) for d in sorted({lower, higher}))}"
+    return " or ".join(str(d) for d in sorted({lower, higher}))

@@ -103,7 +103,7 @@ class Model(Options):
     """Token ids; padded once to a multiple of 128, whatever tp_size is, so that every layout loads a checkpoint."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Llama3's is RMSNorm."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = option(1e-5, "--layernorm-epsilon", "--norm-epsilon")
+    norm_epsilon: Annotated[float, Field(gt=0)] = option(1e-5, "--layernorm-epsilon")
     """Added to the variance inside norms."""
     apply_layernorm_1p: bool = False
     """Store norm gains as a distance from 1. The script turns it on, with LayerNorm in mind; Llama3 has neither."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_llama3.config import estimate, flags
+from raytrain_llama3.config import estimate, flags, rules
 from raytrain_llama3.config.load import Loaded
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 
@@ -33,7 +33,7 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
             f"{plan.train_steps} steps; learning rate {c.learning_rate:g} to {c.min_learning_rate:g}, "
             f"{c.lr_decay_style}, warm-up {plan.warmup_samples} of {plan.decay_samples} samples"
         ),
-        "data": "mock tokens" if plan.mock_data else f"{c.data_arg} (tokenizer {c.tokenizer_arg})",
+        "data": _data(plan),
         "memory": f"about {_bytes(memory)} a device, estimated",
         "checkpoints": str(plan.paths.checkpoints),
         "tensorboard": str(plan.paths.tensorboard),
@@ -41,6 +41,11 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
         "set by": _set_by(loaded),
     }
     return "\n".join([c.exp_name, *(f"  {name:<12} {text}" for name, text in rows.items())])
+
+
+def _data(plan: RunPlan) -> str:
+    kind = rules.tokenizer_type(plan.config)
+    return f"mock tokens ({kind})" if plan.mock_data else f"{plan.config.data_arg} ({kind} {plan.config.tokenizer_arg})"
 
 
 def _set_by(loaded: Loaded) -> str:

@@ -54,5 +54,8 @@ def error_with(exit_code: int, message: str) -> RaytrainError:
 
 
 def _same(a: Failure, b: Failure) -> bool:
-    # A process that died says nothing about why: only errors with words are known to be the same.
-    return a.kind is b.kind is FailureKind.EXCEPTION and (a.step, a.error) == (b.step, b.error)
+    # A process that died says nothing about why. Of a hang the step is all that is known: which rank is named, and
+    # where it stood, differs from time to time.
+    if a.kind is not b.kind or a.step != b.step:
+        return False
+    return a.kind is FailureKind.HANG or (a.kind is FailureKind.EXCEPTION and a.error == b.error)

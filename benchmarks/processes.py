@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,21 +39,24 @@ class Tree:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the tree."""
-        for process in list(self._known):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._known.update(process.children(recursive=True))
-        self._known = {process for process in self._known if _is_alive(process)}
-        return list(self._known)
+        children: dict[int, list[psutil.Process]] = {}
+        for process in psutil.process_iter(["ppid"]):
+            children.setdefault(process.info["ppid"], []).append(process)
+        fresh = {process for process in self._known if _is_alive(process)}
+        self._known = set(fresh)
+        while fresh:
+            fresh = {child for process in fresh for child in children.get(process.pid, [])} - self._known
+            self._known |= fresh
+        return [process for process in self._known if _is_alive(process)]
 
-    def signal(self, number: int) -> float:
-        """Send `number` to all processes, again to those born meanwhile; Unix time once all have it."""
+    def signal(self, number: int) -> None:
+        """Send `number` to all processes, then to those born meanwhile."""
         done: set[psutil.Process] = set()
         while fresh := set(self.processes()) - done:
             for process in fresh:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
             done |= fresh
-        return time.time()
 
     def wait(self, timeout_s: float) -> int:
         """The command's exit code. Raises `BenchmarkError` when it has not ended in time."""
@@ -121,3 +125,8 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("", 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+def end_on_sigterm() -> None:
+    """Take SIGTERM as a reason to clean up and go."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

@@ -1,6 +1,6 @@
 """Seconds from the command to the end of the first training step, beside torchrun's in the same run.
 
-python benchmarks/startup.py [--rounds 5] [--ranks 2] [--json FILE]
+Run it as `python benchmarks/startup.py [--rounds 5] [--ranks 2] [--json FILE]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 import records
-from processes import BenchmarkError, Tree, environment, free_ports
+from processes import BenchmarkError, Tree, end_on_sigterm, environment, free_ports
 
 TORCHRUN, OWN, WARM = "torchrun", "own Ray", "warm cluster"
 GOALS = {OWN: 1.5, WARM: 1.1}
@@ -218,6 +218,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine's CPU (default 2)")
     parser.add_argument("--json", type=Path, help="write every start and the ratios to this file")
     given = parser.parse_args()
+    end_on_sigterm()
     # Short: Ray puts sockets below it, whose paths the kernel limits to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="rb-"))
     try:

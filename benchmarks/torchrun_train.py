@@ -1,8 +1,8 @@
 """The training code of the package, started by torch's own launcher: the peer that the benchmarks measure against.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/torchrun_train.py --records FILE <the command's own flags>
-
-No Ray is imported. Rank 0 appends a JSON line for each step to FILE, and one with its seconds by phase at the end.
+Run it as `torchrun --standalone --nproc-per-node 2 benchmarks/torchrun_train.py --records FILE`, with the command's own
+flags behind. No Ray is imported. Rank 0 appends a JSON line for each step to FILE, and at the end one with its seconds
+by phase.
 """
 
 from __future__ import annotations

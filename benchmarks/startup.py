@@ -97,8 +97,10 @@ class Starts:
     def cluster(self) -> Iterator[str]:
         """A running Ray that nobody uses; yields its address."""
         port, *others = free_ports(9)
-        names = ("ray-client-server", "dashboard", "dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export")
-        names += ("node-manager", "object-manager", "runtime-env-agent")
+        names = (
+            *("ray-client-server", "dashboard", "dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export"),
+            *("node-manager", "object-manager", "runtime-env-agent"),
+        )
         ports = [f"--{name}-port={other}" for name, other in zip(names, others, strict=True)]
         cpus = max(os.cpu_count() or 1, self._ranks)
         command = [

@@ -40,7 +40,7 @@ def test_train_on_your_text(sandbox: Sandbox) -> None:
     text = sandbox.work / "texts"
     text.mkdir()
     for i in range(50):
-        (text / f"{i}.txt").write_text(f"{i} green bottles hanging on the wall, and if one should fall, {i - 1}.\n" * 20)
+        (text / f"{i}.txt").write_text(f"{i} green bottles on the wall, and if one should fall, {i - 1}.\n" * 20)
     command = sandbox.start_program(example("train_on_your_text.sh", str(text), "out"), **SMALL)
     assert command.wait() == 0, command.output
     assert "50 documents" in command.output

@@ -17,6 +17,7 @@ from raytrain_llama3.config.load import Loaded, load, table
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.summary import summary
 from raytrain_llama3.errors import ConfigError, RaytrainError
+from raytrain_llama3.launch.signals import StopSignal
 
 if TYPE_CHECKING:
     from raytrain_llama3.launch.session import Session
@@ -46,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RaytrainError as error:
         _complain(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
 
 
 def _train(argv: list[str]) -> int:
@@ -56,12 +55,11 @@ def _train(argv: list[str]) -> int:
     began = time.monotonic()
     loaded = load(argv, env.snapshot())
     with contextlib.ExitStack() as stack:
-        session, plan, supply = _connect(loaded, stack)
-        _say(summary(loaded, plan, supply))
-        for line in (*loaded.warnings, *rules.adjustments(plan.config, supply)):
-            _say(f"note: {line}")
+        stop = stack.enter_context(StopSignal())
+        session, plan, supply = _connect(loaded, stack, stop)
+        _introduce(loaded, plan, supply)
         try:
-            code, end, numbers = _supervise(plan, session, stack)
+            code, end, numbers = _supervise(plan, session, stack, stop)
         except RaytrainError as error:
             _complain(error)
             code, end, numbers = error.exit_code, f"ended by {type(error).__name__}", None
@@ -69,7 +67,26 @@ def _train(argv: list[str]) -> int:
     return code
 
 
-def _connect(loaded: Loaded, stack: contextlib.ExitStack) -> tuple[Session | None, RunPlan, DeviceSupply]:
+def _introduce(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> None:
+    _say(summary(loaded, plan, supply))
+    for line in (*loaded.warnings, *rules.adjustments(plan.config, supply), *_folders_note(loaded, plan)):
+        _say(f"note: {line}")
+
+
+def _folders_note(loaded: Loaded, plan: RunPlan) -> list[str]:
+    here = Path.cwd()
+    inside = [path for path in (plan.paths.checkpoints, plan.paths.tensorboard) if path.is_relative_to(here)]
+    if not inside or "RAY_JOB_CONFIG_JSON_ENV_VAR" not in loaded.environ:
+        return []
+    return [
+        f"{' and '.join(map(str, inside))}: inside Ray's copy of the working folder, which goes with the cluster; give "
+        "absolute paths to keep them"
+    ]
+
+
+def _connect(
+    loaded: Loaded, stack: contextlib.ExitStack, stop: StopSignal
+) -> tuple[Session | None, RunPlan, DeviceSupply]:
     """The plan, checked before Ray starts; and the cluster, already joined where one was named."""
     if loaded.config.ray_address is None:
         supply = machine.local_supply(loaded.config, loaded.environ)
@@ -77,12 +94,14 @@ def _connect(loaded: Loaded, stack: contextlib.ExitStack) -> tuple[Session | Non
     from raytrain_llama3.launch import session
 
     rules.check_anywhere(loaded)
-    joined = stack.enter_context(session.join(loaded.config.ray_address))
+    joined = stack.enter_context(session.join(loaded.config.ray_address, stop))
     supply = session.cluster_supply(joined, loaded.config)
     return joined, rules.plan_run(loaded, supply, machine.cores()), supply
 
 
-def _supervise(plan: RunPlan, joined: Session | None, stack: contextlib.ExitStack) -> tuple[int, str, Summary]:
+def _supervise(
+    plan: RunPlan, joined: Session | None, stack: contextlib.ExitStack, stop: StopSignal
+) -> tuple[int, str, Summary]:
     from raytrain_llama3 import data, metrics
     from raytrain_llama3.checkpoint.store import CheckpointStore
     from raytrain_llama3.launch import session
@@ -95,7 +114,7 @@ def _supervise(plan: RunPlan, joined: Session | None, stack: contextlib.ExitStac
     stack.enter_context(store.lock())
     # Before Ray starts: with only wrecks there, nothing is to be started.
     store.resume_point()
-    cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size))
+    cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size, stop))
     if cluster.dashboard_url:
         _say(f"Ray dashboard: http://{cluster.dashboard_url}")
     c = plan.config
@@ -110,7 +129,7 @@ def _supervise(plan: RunPlan, joined: Session | None, stack: contextlib.ExitStac
         )
     )
     ray_s = time.monotonic() - began
-    result = Supervisor(plan, TrainWorker, cluster, store, board).run()
+    result = Supervisor(plan, TrainWorker, cluster, store, board, stop).run()
     return 0, _ended_well(plan, result, ray_s), board.summary
 
 
@@ -156,10 +175,9 @@ def _plan(argv: list[str]) -> int:
         return 0
     loaded = load(argv, env.snapshot())
     with contextlib.ExitStack() as stack:
-        _, plan, supply = _connect(loaded, stack)
-        _say(summary(loaded, plan, supply))
-        for line in (*loaded.warnings, *rules.adjustments(plan.config, supply)):
-            _say(f"note: {line}")
+        stop = stack.enter_context(StopSignal())
+        _, plan, supply = _connect(loaded, stack, stop)
+        _introduce(loaded, plan, supply)
         _say("\nevery option:\n" + table(loaded))
     return 0
 

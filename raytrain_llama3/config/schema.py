@@ -228,6 +228,8 @@ class Checkpoints(Options):
     """Folder of a log file per rank and attempt; unset: logs/EXP_NAME."""
     save_interval: NonNegativeInt = 1000
     """Steps between checkpoints; 0: only at the end."""
+    save_at_end: bool = True
+    """Save when training ends, for whatever reason; with save_interval 0 and this off nothing is ever saved."""
     max_checkpoints: NonNegativeInt = 5
     """Complete checkpoints to keep; 0: all."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"

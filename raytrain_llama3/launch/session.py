@@ -17,11 +17,13 @@ import psutil
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import Device, DeviceSupply
 from raytrain_llama3.config.schema import Config
-from raytrain_llama3.errors import ClusterFormationError, HardwareError
+from raytrain_llama3.errors import ClusterFormationError, HardwareError, StoppedBySignal
+from raytrain_llama3.launch.signals import NEVER, StopSignal
 
 NAMESPACE = "raytrain_llama3"
 _OBJECT_STORE_BYTES = 256 * 2**20
 _PROCESS_END_S = 10
+_LONGEST_BASE = 25
 
 # Ray reads these when it is imported.
 _RAY_ENVIRONMENT = {
@@ -74,7 +76,7 @@ def address_key(ip: str) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def join(address: str) -> Iterator[Session]:
+def join(address: str, stop: StopSignal) -> Iterator[Session]:
     """Connect to the running cluster at `address` (`auto` inside a Ray job), and leave it as it was.
 
     Raises `ClusterFormationError` with what was tried when nothing answers there, or the token does not fit.
@@ -84,7 +86,7 @@ def join(address: str) -> Iterator[Session]:
     import ray
 
     try:
-        context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        context = _init(stop, address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterFormationError(
             f"ray_address {address}: cannot join: {error}. Is `ray start --head` running there? With token "
@@ -97,21 +99,28 @@ def join(address: str) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def start(config: Config, device: Device, ranks: int) -> Iterator[Session]:
+def start(config: Config, device: Device, ranks: int, stop: StopSignal) -> Iterator[Session]:
     """Start a Ray of this process's own: own folder, own token, nothing in the home folder, nothing left behind."""
-    folder = Path(tempfile.mkdtemp(prefix="raytrain-"))
+    folder = _make_folder()
     before = _children()
     try:
-        yield _start_in(folder, config, device, ranks)
+        yield _start_in(folder, config, device, ranks, stop)
     finally:
         import ray
 
+        stop.patience = NEVER
         ray.shutdown()
         _end_processes(_children() - before)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_in(folder: Path, config: Config, device: Device, ranks: int) -> Session:
+def _make_folder() -> Path:
+    # Ray puts sockets 62 characters below, and a socket's path may have 107.
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="raytrain-", dir=base if len(base) <= _LONGEST_BASE else "/tmp"))
+
+
+def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: StopSignal) -> Session:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -121,25 +130,36 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int) -> Sessi
     # What a killed rank leaves in its temporary folder goes with ours.
     mine["TMPDIR"] = str(folder)
     env.apply(mine, [*env.POD_NAMES, "RAY_AUTH_TOKEN", "RAY_ADDRESS"])
-    import ray
 
     options: dict[str, Any] = {"num_gpus": ranks} if device == "cuda" else {"num_gpus": 0}
     cores = psutil.cpu_count() or 1
     try:
-        context = ray.init(
+        context = _init(
+            stop,
             address="local",
             num_cpus=max(cores, ranks),
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=config.ray_dashboard,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
             _temp_dir=str(folder),
             **options,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ClusterFormationError(f"Ray did not start on this machine: {error}") from error
     return Session("local", is_own=True, dashboard_url=context.dashboard_url or "")
+
+
+def _init(stop: StopSignal, **options: Any) -> Any:
+    """`ray.init`, quiet, in our namespace, with the signals still ours afterwards."""
+    import ray
+
+    try:
+        context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except SystemExit as error:
+        # What Ray's own handler does with a SIGTERM between its installation and ours.
+        raise StoppedBySignal("SIGTERM while Ray started: ended at once") from error
+    finally:
+        stop.install()
+    return context
 
 
 def cluster_supply(session: Session, config: Config) -> DeviceSupply:

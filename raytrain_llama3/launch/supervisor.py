@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
-from types import FrameType
 from typing import Any
 
 from raytrain_llama3.checkpoint.store import CheckpointStore
@@ -18,6 +15,7 @@ from raytrain_llama3.errors import StoppedBySignal
 from raytrain_llama3.launch import gang, placement, recovery
 from raytrain_llama3.launch.gang import Gang
 from raytrain_llama3.launch.session import Node, Session
+from raytrain_llama3.launch.signals import AFTER_ONE, AT_ONCE, NEVER, StopSignal
 from raytrain_llama3.messages import EndReason, Failure, RankResult, ResumePoint, RunResult, WorkerReport
 from raytrain_llama3.metrics import Metrics
 
@@ -32,8 +30,21 @@ class State(StrEnum):
     STARTING = "starting"
     TRAINING = "training"
     STOPPING = "stopping"
+    CLEARING = "clearing"
     DECIDING = "deciding"
     ENDED = "ended"
+
+
+_PATIENCE = {
+    State.PLACING: AT_ONCE,
+    State.STARTING: AT_ONCE,
+    State.TRAINING: AFTER_ONE,
+    State.STOPPING: AFTER_ONE,
+    State.CLEARING: NEVER,
+    State.DECIDING: AT_ONCE,
+    State.ENDED: NEVER,
+}
+"""How many signals are only noted in each state."""
 
 
 class Supervisor:
@@ -46,24 +57,23 @@ class Supervisor:
         session: Session,
         store: CheckpointStore,
         metrics: Metrics,
+        stop: StopSignal,
     ) -> None:
         self._plan, self._worker_class, self._session = plan, worker_class, session
-        self._store, self._metrics = store, metrics
+        self._store, self._metrics, self._stop = store, metrics, stop
         self._name = f"raytrain-{plan.config.exp_name}-{secrets.token_hex(4)}"
         self._failures: list[Failure] = []
         self._seconds: dict[str, float] = {}
         self._step = 0
         self.state = State.PLACING
-        self._signal = 0
 
     def run(self) -> RunResult:
         """Train to the target. Raises the `RaytrainError` whose exit code the command ends with."""
-        with self._signals():
-            while True:
-                outcome = self._attempt()
-                if not isinstance(outcome, Failure):
-                    return self._ended(outcome)
-                self._decide(outcome)
+        while True:
+            outcome = self._attempt()
+            if not isinstance(outcome, Failure):
+                return self._ended(outcome)
+            self._decide(outcome)
 
     def _attempt(self) -> list[RankResult] | Failure:
         """One attempt: everything that it starts is gone when this returns."""
@@ -90,7 +100,9 @@ class Supervisor:
             self._seconds["actors"] = time.monotonic() - began
             ranks.run(f"{self._name}-{attempt}", resume)
             self._enter(State.TRAINING)
-            return self._watch(ranks)
+            outcome = self._watch(ranks)
+            self._enter(State.CLEARING)
+            return outcome
 
     def _watch(self, ranks: Gang) -> list[RankResult] | Failure:
         """Hear from the ranks, off their critical path, until all have ended or one has failed."""
@@ -102,13 +114,17 @@ class Supervisor:
             self._record(ranks.poll(_POLL_TIMEOUT_S))
             if failure is not None:
                 return replace(failure, step=self._step)
-            if self._signal and stop_by is None:
+            if self._stop.is_set and stop_by is None:
                 self._enter(State.STOPPING)
+                self._metrics.event(
+                    f"{self._stop.name}: the ranks finish their step, save and stop, in "
+                    f"{self._plan.config.grace_s} s at most; a second signal ends at once"
+                )
                 ranks.request_stop()
                 stop_by = time.monotonic() + self._plan.config.grace_s
             if stop_by is not None and time.monotonic() > stop_by:
                 raise StoppedBySignal(
-                    f"{self._signal_name()}: the ranks did not end within grace_s {self._plan.config.grace_s} s; what "
+                    f"{self._stop.name}: the ranks did not end within grace_s {self._plan.config.grace_s} s; what "
                     "they did since the newest checkpoint is lost"
                 )
         return results
@@ -132,8 +148,8 @@ class Supervisor:
         self._enter(State.DECIDING)
         for line in describe(failure):
             self._metrics.event(line)
-        if self._signal:
-            raise StoppedBySignal(f"{self._signal_name()}; a rank failed while stopping: {failure.error}")
+        if self._stop.is_set:
+            raise StoppedBySignal(f"{self._stop.name}; a rank failed while stopping: {failure.error}")
         decision = recovery.decide(failure, self._failures, self._plan.config.max_restarts)
         self._failures.append(failure)
         match decision:
@@ -147,38 +163,14 @@ class Supervisor:
         first = min(results, key=lambda result: result.rank)
         if first.reason is EndReason.STOP:
             saved = f"saved at step {first.saved_step}" if first.saved_step else "nothing to save"
-            raise StoppedBySignal(f"{self._signal_name()}: stopped after step {first.step}, {saved}")
+            raise StoppedBySignal(f"{self._stop.name}: stopped after step {first.step}, {saved}")
         return RunResult(
             first.reason, first.step, first.samples, first.saved_step, len(self._failures) + 1, dict(self._seconds)
         )
 
     def _enter(self, state: State) -> None:
         self.state = state
-        if self._signal and state in (State.PLACING, State.STARTING):
-            raise StoppedBySignal(f"{self._signal_name()} before training had begun")
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """A first SIGTERM or Ctrl-C asks the ranks to save and stop; a second ends at once."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._signal or self.state in (State.PLACING, State.STARTING):
-            self._signal = number
-            raise StoppedBySignal(f"{self._signal_name()} while {self.state.value}: ended at once")
-        self._signal = number
-        self._metrics.event(
-            f"{self._signal_name()}: the ranks finish their step, save and stop, in {self._plan.config.grace_s} s at "
-            "most; a second signal ends at once"
-        )
-
-    def _signal_name(self) -> str:
-        return signal.Signals(self._signal).name if self._signal else "asked to stop"
+        self._stop.patience = _PATIENCE[state]
 
 
 def describe(failure: Failure) -> list[str]:

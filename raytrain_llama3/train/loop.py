@@ -92,9 +92,9 @@ class TrainingLoop:
                 break
             self._evaluate_if_due(self._plan.config.eval_interval)
             self._save_if_due(outcome)
-        if reason is EndReason.TARGET:
+        if reason is EndReason.TARGET and self._plan.config.eval_interval:
             self._evaluate_if_due(1)
-        if self._nonfinite_steps == 0:
+        if self._plan.config.save_at_end and self._nonfinite_steps == 0:
             self._save()
         return RankResult(self._process.rank, self._step, self._samples, reason, self._saved_step)
 

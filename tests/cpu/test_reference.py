@@ -8,11 +8,11 @@ import plain_llama
 import pytest
 import torch
 from megatron.core.utils import unwrap_model
-from raytrain_llama3.data.feed import micro_batches
-from raytrain_llama3.data.order import SampleOrder
 from training import plan, spec
 
 from raytrain_llama3.data import open_sources
+from raytrain_llama3.data.feed import micro_batches
+from raytrain_llama3.data.order import SampleOrder
 from raytrain_llama3.messages import ProcessFacts, Rendezvous
 from raytrain_llama3.train.model import build_model
 from raytrain_llama3.train.optimizer import build_optimizer

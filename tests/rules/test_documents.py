@@ -13,6 +13,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 OTHERS = {
     "ray": {"--address", "--block", "--dashboard-host", "--head", "--no-wait", "--num-cpus", "--port", "--working-dir"},
     "docker": {"--gpus", "--ipc", "--rm", "--shm-size", "--ulimit"},
+    "tensorboard": {"--logdir"},
     "uv": {"--extra", "--locked", "--python"},
 }
 """Flags of other programs that documents may name, by program."""

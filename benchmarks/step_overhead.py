@@ -1,0 +1,240 @@
+"""Seconds a training step under Ray over seconds a step under torchrun: the same code, in turn on one machine.
+
+Both trainings live at once and only one runs: every process of the other one's tree is stopped (SIGSTOP). Run it as
+`python benchmarks/step_overhead.py [--pairs 40] [--slice-s 3] [--threads 2] [--json FILE]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import records
+from processes import BenchmarkError, Tree, end_on_sigterm, environment
+
+RAY, TORCHRUN = "Ray", "torchrun"
+GOAL = 1.02
+_LEAST_STEP_S = 0.2
+_START_TIMEOUT_S = 300.0
+_WARM_UP_STEPS = 3
+# A side's last steps reach its file with the next poll, every 0.5 s.
+_LAST_WORDS_S = 2.0
+_RESAMPLES = 20_000
+
+MODEL = {
+    "device": "cpu",
+    "gpus-per-node": 1,
+    "dtype": "fp32",
+    "num-layers": 4,
+    "hidden-size": 256,
+    "ffn-hidden-size": 704,
+    "num-attention-heads": 8,
+    "num-query-groups": 4,
+    "kv-channels": 32,
+    "seq-length": 256,
+    "vocab-size": 512,
+    "data-arg": "MOCK",
+    "micro-batch-size": 4,
+    "global-batch-size": 4,
+    "train-iters": 1_000_000,
+    "eval-interval": 0,
+    "eval-iters": 1,
+    "save-interval": 0,
+    "use-exp-structure": 1,
+    "exp-dir": ".",
+    "exp-name": "run",
+}
+
+
+@dataclass(slots=True)
+class Side:
+    """One of the two trainings, and the slices of time in which it ran (Unix seconds)."""
+
+    name: str
+    tree: Tree
+    file: Path
+    slices: list[tuple[float, float]] = field(default_factory=list)
+
+    def steps(self) -> list[records.Step]:
+        """What it has trained so far."""
+        return records.steps(records.read(self.file))
+
+    def run_for(self, seconds: float) -> tuple[float, float]:
+        """Let it run for a while, and no longer."""
+        self.tree.signal(signal.SIGCONT)
+        began = time.time()
+        time.sleep(seconds)
+        ended = time.time()
+        self.tree.signal(signal.SIGSTOP)
+        return began, ended
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Mean seconds a step in two neighbouring slices, one of each side."""
+
+    ray_s: float
+    torchrun_s: float
+    ray_steps: int
+    torchrun_steps: int
+
+    @property
+    def log_ratio(self) -> float:
+        """Logarithm of Ray's seconds over torchrun's."""
+        return math.log(self.ray_s / self.torchrun_s)
+
+
+@contextlib.contextmanager
+def started(name: str, folder: Path, bytecode: Path, threads: int, launcher: str) -> Iterator[Side]:
+    """A training that has done its first steps and stands still; it is gone after the block."""
+    flags = [item for option, value in MODEL.items() for item in (f"--{option}", str(value))]
+    if launcher == RAY:
+        command = [sys.executable, "-m", "raytrain_llama3", *flags]
+        file = folder / "run" / "tensorboard" / "metrics.jsonl"
+    else:
+        script, file = str(Path(__file__).with_name("torchrun_train.py")), folder / "records.jsonl"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script]
+        command += ["--records", str(file), *flags]
+    side = Side(name, Tree(name, command, environment(folder.parent, bytecode, threads), folder), file)
+    try:
+        side.tree.wait_for(lambda: len(side.steps()) >= _WARM_UP_STEPS, "steps", _START_TIMEOUT_S)
+        side.tree.signal(signal.SIGSTOP)
+        yield side
+    finally:
+        side.tree.end(patience_s=60)
+
+
+def alternate(ray: Side, torchrun: Side, pairs: int, slice_s: float) -> None:
+    """Run the two in turn, `pairs` times each, the first of a pair being now one and now the other."""
+    for number in range(pairs):
+        for side in (torchrun, ray) if number % 2 else (ray, torchrun):
+            side.slices.append(side.run_for(slice_s))
+    for side in (ray, torchrun):
+        side.run_for(_LAST_WORDS_S)
+
+
+def whole_steps(side: Side, settle_s: float) -> list[list[float]]:
+    """Seconds of each step, from one end to the next, that lies whole within a slice, `settle_s` after its start."""
+    ends = [step.finished_at for step in side.steps()]
+    return [
+        [after - before for before, after in itertools.pairwise(ends) if began + settle_s <= before and after <= ended]
+        for began, ended in side.slices
+    ]
+
+
+def paired(ray: Side, torchrun: Side, settle_s: float) -> list[Pair]:
+    """The pairs in which both sides did whole steps."""
+    both = zip(whole_steps(ray, settle_s), whole_steps(torchrun, settle_s), strict=True)
+    return [
+        Pair(statistics.mean(mine), statistics.mean(theirs), len(mine), len(theirs))
+        for mine, theirs in both
+        if mine and theirs
+    ]
+
+
+def interval(pairs: Sequence[Pair]) -> tuple[float, float, float]:
+    """Geometric mean of the pairs' ratios, and the ends of its 95 % bootstrap interval."""
+    logs = np.array([pair.log_ratio for pair in pairs])
+    means = np.random.default_rng(0).choice(logs, (_RESAMPLES, len(logs))).mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return math.exp(logs.mean()), math.exp(low), math.exp(high)
+
+
+def check_same(ray: Side, torchrun: Side) -> None:
+    """Raise `BenchmarkError` unless both did the same training at the same priority."""
+    losses = [[step.loss for step in side.steps()] for side in (ray, torchrun)]
+    for number, (mine, theirs) in enumerate(zip(*losses, strict=False), 1):
+        if not math.isclose(mine, theirs, rel_tol=1e-3):
+            raise BenchmarkError(f"not the same training: loss {mine} and {theirs} at step {number}")
+    priorities = {process.nice() for side in (ray, torchrun) for process in side.tree.processes()}
+    if priorities != {psutil.Process().nice()}:
+        raise BenchmarkError(f"the processes run at different priorities: {sorted(priorities)}")
+
+
+def table(pairs: Sequence[Pair], names: Sequence[str], threads: int, slice_s: float) -> str:
+    """The result for people."""
+    ratio, low, high = interval(pairs)
+    met = "met" if ratio <= GOAL else "missed"
+    columns = zip(names, ("ray", "torchrun"), strict=True)
+    lines = [
+        f"\nseconds a step: one rank of {threads} threads, {os.cpu_count()} cores, {len(pairs)} pairs of slices of "
+        f"{slice_s:g} s",
+        f"{'':<16}{'median':>8}{'least–most':>16}{'steps':>8}",
+    ]
+    for name, side in columns:
+        seconds = [getattr(pair, f"{side}_s") for pair in pairs]
+        steps = sum(getattr(pair, f"{side}_steps") for pair in pairs)
+        span = f"{min(seconds):.3f}–{max(seconds):.3f}"
+        lines.append(f"{name:<16}{statistics.median(seconds):>8.3f}{span:>16}{steps:>8}")
+        if statistics.median(seconds) < _LEAST_STEP_S:
+            lines.append(f"  this is less than the {_LEAST_STEP_S} s a step that the goal speaks of")
+    lines.append(
+        f"{names[0]} / {names[1]}: {ratio:.4f}, 95 % confidence {low:.4f}–{high:.4f} (goal ≤ {GOAL}: {met}); "
+        f"pair by pair {math.exp(min(p.log_ratio for p in pairs)):.3f}–{math.exp(max(p.log_ratio for p in pairs)):.3f}"
+    )
+    return "\n".join(lines)
+
+
+def measure(folder: Path, given: argparse.Namespace) -> list[Pair]:
+    """Start both, let them run in turn, and compare. Raises `BenchmarkError` when either does not last."""
+    bytecode = folder / "bytecode"
+    first = TORCHRUN if given.null else RAY
+    with contextlib.ExitStack() as stack:
+        torchrun = stack.enter_context(started(TORCHRUN, folder / "b", bytecode, given.threads, TORCHRUN))
+        ray = stack.enter_context(started(first, folder / "a", bytecode, given.threads, first))
+        print(f"both train; now in turn, for {2 * given.pairs * given.slice_s / 60:.0f} min", flush=True)
+        alternate(ray, torchrun, given.pairs, given.slice_s)
+        check_same(ray, torchrun)
+        pairs = paired(ray, torchrun, given.settle_s)
+    if len(pairs) < max(2, 0.9 * given.pairs):
+        raise BenchmarkError(f"only {len(pairs)} of {given.pairs} pairs hold whole steps: lengthen --slice-s")
+    return pairs
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=40, help="slices of each side (default 40)")
+    parser.add_argument("--slice-s", type=float, default=3.0, help="seconds a slice (default 3)")
+    parser.add_argument("--settle-s", type=float, default=0.3, help="start of a slice left out (default 0.3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS (default: all cores)")
+    parser.add_argument("--null", action="store_true", help="torchrun on both sides: must come out as 1")
+    parser.add_argument("--json", type=Path, help="write every pair and the ratio to this file")
+    given = parser.parse_args()
+    end_on_sigterm()
+    # Short: Ray puts sockets below it, whose paths the kernel limits to 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="rb-"))
+    try:
+        pairs = measure(folder, given)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    names = ("torchrun again", TORCHRUN) if given.null else (RAY, TORCHRUN)
+    print(table(pairs, names, given.threads, given.slice_s))
+    if given.json:
+        ratio, low, high = interval(pairs)
+        result = {"names": names, "threads": given.threads, "cores": os.cpu_count(), "goal": GOAL}
+        result |= {"ratio": ratio, "confidence_95": [low, high], "pairs": [asdict(pair) for pair in pairs]}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

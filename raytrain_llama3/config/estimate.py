@@ -84,8 +84,9 @@ def memory(config: Config, layout: Layout, device: str) -> Memory:
     shards = layout.dp * layout.cp if c.use_distributed_optimizer else 1
     precise = device == "cuda" and c.dtype in ("bf16", "fp8") and c.use_distributed_optimizer
     moments = 4 if precise and c.optimizer_moments_dtype == "bf16" else 8
-    # Precision-aware state keeps the 2 bytes of the fp32 master weight that its bf16 copy lacks.
-    master = (2 if precise and c.fp8_recipe == "delayed" else 4) if half else 0
+    # Precision-aware state keeps the 2 bytes of the fp32 master weight that its bf16 copy lacks; not for every fp8.
+    split = precise and (c.dtype == "bf16" or c.fp8_recipe == "delayed")
+    master = (2 if split else 4) if half else 0
     return Memory(
         weights=mine * (2 if half else 4),
         gradients=mine * (2 if half and c.grad_reduce_in_bf16 else 4),

@@ -127,7 +127,7 @@ def _settle(config: Config, origins: dict[str, str]) -> tuple[Config, list[str]]
             if name not in origins:
                 changes[name] = value
                 origins[name] = f"follows {cause}"
-        if "lr_decay_samples" in origins and "lr_warmup_samples" in changes:
+        if "lr_warmup_samples" in changes:
             changes["lr_warmup_samples"] = min(total, changes.get("lr_decay_samples", config.lr_decay_samples)) // 100
     half = config.dtype in ("bf16", "fp8")
     if "use_bf16" in origins and config.use_bf16 != half:

@@ -90,10 +90,15 @@ ONE_NODE = ["--num-nodes", "1", "--gpus-per-node", "1"]
         (["--dtype", "bf16", "--no-grad-reduce-in-bf16"], 2 + 4 + 8 + 2),
         (["--dtype", "bf16", "--no-use-distributed-optimizer"], 2 + 2 + 8 + 4),
         (["--dtype", "fp16"], 2 + 2 + 8 + 4),
+        (["--dtype", "fp16", "--optimizer-moments-dtype", "bf16"], 2 + 2 + 8 + 4),
+        (["--dtype", "bf16", "--fp8-recipe", "tensorwise"], 2 + 2 + 8 + 2),
+        (["--dtype", "fp8"], 2 + 2 + 8 + 2),
+        (["--dtype", "fp8", "--fp8-recipe", "tensorwise"], 2 + 2 + 8 + 4),
+        (["--dtype", "bf16", "--device", "cpu"], 2 + 2 + 8 + 4),
     ],
 )
 def test_bytes_a_parameter_on_one_gpu(argv: list[str], a_parameter: int) -> None:
-    need = bytes_of([*ONE_NODE, *argv])
+    need = bytes_of([*ONE_NODE, *argv], "cpu" if "cpu" in argv else "cuda")
     parameters = estimate.parameters(load(TINY, {}).config)
     assert need.weights + need.gradients + need.optimizer == a_parameter * parameters
     assert need.total == pytest.approx(need.weights + need.gradients + need.optimizer + need.activations)
@@ -107,8 +112,13 @@ def test_each_way_to_divide_the_model_lowers_what_it_should() -> None:
     tensor = bytes_of([*ONE_NODE, "--gpus-per-node", "4", "--tp-size", "4"])
     assert tensor.weights == one.weights / 4
     assert tensor.activations < one.activations / 3.9
-    pipeline = bytes_of([*ONE_NODE, "--gpus-per-node", "2", "--pp-size", "2"])
-    assert one.weights / 2 <= pipeline.weights < one.weights
+    whole = bytes_of([*ONE_NODE, "--gpus-per-node", "4", "--tp-size", "4", "--no-sequence-parallel"])
+    assert tensor.activations < whole.activations < one.activations
+    pipeline = bytes_of([*ONE_NODE, "--gpus-per-node", "4", "--pp-size", "4"])
+    embedding, logits = 384 * 128 * 4, 2 * 128 * 384 * (4 + 4)
+    # A quarter of the layers and one of the two ends; four micro-batches in flight, but no logits.
+    assert pipeline.weights == (one.weights - 2 * embedding) / 4 + embedding
+    assert pipeline.activations == one.activations - logits
     context = bytes_of([*ONE_NODE, "--gpus-per-node", "2", "--cp-size", "2"])
     assert context.activations == one.activations / 2
 

@@ -34,6 +34,9 @@ def problems(*argv: str) -> list[str]:
         (["--exp-name", "two words"], {"exp_name": "two words"}),
         (["--exp-name=two words"], {"exp_name": "two words"}),
         (["--exp-name", ""], {"exp_name": ""}),
+        (["--exp-name", "'a\""], {"exp_name": "'a\""}),
+        (["--exp-name", "'"], {"exp_name": "'"}),
+        (["--save", "/a/b"], {"checkpoint_path": "/a/b"}),
         (["--data-arg", "a=b"], {"data_arg": "a=b"}),
         (["--tp-size", "2", "--tp-size", "4"], {"tp_size": "4"}),
     ],
@@ -131,6 +134,7 @@ def test_every_alias_there_is_stands_in_the_table_above() -> None:
     ("argv", "expected"),
     [
         (["--mock-data"], {"data_arg": "MOCK"}),
+        (["--mock-data", "1"], {"data_arg": "MOCK"}),
         (["--mock-data", "0"], {}),
         (["--fp16"], {"dtype": "fp16"}),
         (["--fp16", "data"], {"dtype": "fp16", "checkpoint_path": "data"}),

@@ -189,6 +189,12 @@ def test_fast_test_mode_wins_and_says_so_in_one_line() -> None:
     assert "train_iters" not in loaded.origins
 
 
+def test_fast_test_mode_with_nothing_to_win_over_names_nothing() -> None:
+    assert load(["--fast-test-mode"], {}).warnings == (
+        "fast_test_mode: train_samples 1000, lr_decay_samples 800, lr_warmup_samples 100, global_batch_size 32",
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "said"),
     [
@@ -237,12 +243,12 @@ def test_the_schedule_follows_the_length_of_training_where_only_that_is_set(
     assert (config.lr_decay_samples, config.lr_warmup_samples) == (decay, warmup)
 
 
-def test_a_value_that_follows_another_says_which() -> None:
-    loaded = load(["--train-iters", "100"], {})
-    assert loaded.origins == {
-        "train_iters": "--train-iters",
-        "lr_decay_samples": "follows train_iters",
-        "lr_warmup_samples": "follows train_iters",
+@pytest.mark.parametrize("cause", ["train_iters", "train_samples"])
+def test_a_value_that_follows_another_says_which(cause: str) -> None:
+    assert load([], {cause.upper(): "100"}).origins == {
+        cause: cause.upper(),
+        "lr_decay_samples": f"follows {cause}",
+        "lr_warmup_samples": f"follows {cause}",
     }
 
 

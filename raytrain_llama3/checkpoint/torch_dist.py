@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
+from raytrain_llama3.checkpoint.masters import whole_masters
 from raytrain_llama3.checkpoint.store import clear_partial
 from raytrain_llama3.errors import CheckpointError
 
@@ -42,7 +43,8 @@ def save(
         clear_partial(path)
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _sharded_state(chunks, optimizer, is_loading=False)
+    with whole_masters(optimizer):
+        state = _sharded_state(chunks, optimizer, is_loading=False)
     state["progress"] = {"step": step, "samples": samples}
     _write_in_this_process()
     dist_checkpointing.save(
@@ -71,7 +73,8 @@ def load(path: Path, chunks: list[DistributedDataParallel], optimizer: MegatronO
         raise CheckpointError(f"{path}: does not load into this model: {error}") from error
     for key, chunk in _named(chunks):
         chunk.load_state_dict(loaded[key])
-    optimizer.load_state_dict(loaded["optimizer"])
+    with whole_masters(optimizer):
+        optimizer.load_state_dict(loaded["optimizer"])
     progress = loaded["progress"]
     return int(progress["step"]), int(progress["samples"])
 

@@ -83,6 +83,11 @@ def for_workers(environment: Mapping[str, str], device: str, threads: int) -> di
             "NCCL_IB_DISABLE": "0",
             "NCCL_IB_TIMEOUT": "23",
             "NCCL_P2P_DISABLE": "0",
+            # Without it an 8B step fragments the last free gigabytes away.
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            # cuDNN's norms are faster than Transformer Engine's own.
+            "NVTE_NORM_FWD_USE_CUDNN": "1",
+            "NVTE_NORM_BWD_USE_CUDNN": "1",
         }
     carried_over = {new: environment[old] for old, new in RENAMED.items() if old in environment}
     current = {name: value for name, value in environment.items() if name not in RENAMED}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -151,9 +154,14 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
 def _init(stop: StopSignal, **options: Any) -> Any:
     """`ray.init`, quiet, in our namespace, with the signals still ours afterwards."""
     import ray
+    from ray._private import services
 
+    # A signal to the whole process group (`timeout`, systemd) is for the driver: Ray's processes must outlive it
+    # until the ranks have saved.
+    apart = mock.patch.object(services, "ConsolePopen", functools.partial(subprocess.Popen, process_group=0))
     try:
-        context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+        with apart:
+            context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit as error:
         # What Ray's own handler does with a SIGTERM between its installation and ours.
         raise StoppedBySignal("SIGTERM while Ray started: ended at once") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_wrecks_alone_are_not_started_over(sandbox: Sandbox) -> None:
 def test_one_signal_saves_and_ends_with_143(sandbox: Sandbox, number: signal.Signals) -> None:
     command = sandbox.start(*ENDLESS)
     command.wait_for(r"step +3/")
-    command.signal(number)
+    # To the whole process group, as a terminal's Ctrl-C and `timeout` do.
+    os.killpg(command.process.pid, number)
     assert command.wait() == 143, command.output
     assert number.name in command.output
     saved = command.wait_for(r"saved at step (\d+)").group(1)

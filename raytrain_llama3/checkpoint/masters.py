@@ -8,7 +8,7 @@ way out and remainders on the way in, so that a checkpoint means the same to eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,33 +31,42 @@ def divide(master: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def whole_masters(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """While inside, the optimizer's state shows and takes fp32 master weights."""
+    """While inside, the optimizer gives and takes fp32 master weights where checkpoints are made and read."""
     with contextlib.ExitStack() as stack:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            inner = getattr(part, "optimizer", None)
-            if getattr(inner, "store_param_remainders", False):
-                stack.enter_context(mock.patch.object(inner, "get_unscaled_state", _getter(inner)))
-                stack.enter_context(mock.patch.object(inner, "set_scaled_state", _setter(inner)))
+            if getattr(getattr(part, "optimizer", None), "store_param_remainders", False):
+                for name, wrapped in (("_get", _giving), ("_set", _taking)):
+                    method = f"{name}_main_param_and_optimizer_states"
+                    stack.enter_context(mock.patch.object(part, method, wrapped(part, getattr(part, method))))
         yield
 
 
-def _getter(inner: Any) -> Any:
-    original = inner.get_unscaled_state
+def _giving(part: Any, original: Callable[[Tensor], dict[str, Tensor]]) -> Callable[[Tensor], dict[str, Tensor]]:
+    def give(model_param: Tensor) -> dict[str, Tensor]:
+        tensors = original(model_param)
+        if tensors["param"].dtype == torch.int16:
+            tensors["param"] = join(_own_shard(part, model_param), tensors["param"])
+        return tensors
 
-    def get(param: Tensor, name: str, *rest: Any, **options: Any) -> Tensor:
-        state: Tensor = original(param, name, *rest, **options)
-        return join(param, state) if name == "master_param" and state.dtype == torch.int16 else state
-
-    return get
+    return give
 
 
-def _setter(inner: Any) -> Any:
-    original = inner.set_scaled_state
+def _taking(
+    part: Any, original: Callable[[Tensor, dict[str, Tensor]], None]
+) -> Callable[[Tensor, dict[str, Tensor]], None]:
+    def take(model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        shard = _own_shard(part, model_param)
+        if shard.dtype == torch.bfloat16:
+            weight, remainder = divide(tensors["param"].to(shard.device, torch.float32))
+            shard.copy_(weight.view(shard.shape))
+            tensors = tensors | {"param": remainder}
+        original(model_param, tensors)
 
-    def put(param: Tensor, name: str, value: Tensor) -> None:
-        if name == "master_param" and param.dtype == torch.bfloat16:
-            weight, value = divide(value.to(param.device, torch.float32))
-            param.copy_(weight.view(param.shape))
-        original(param, name, value)
+    return take
 
-    return put
+
+def _own_shard(part: Any, model_param: Tensor) -> Tensor:
+    """This rank's piece of `model_param`: a view of it, which the optimizer updates."""
+    group, order = part.model_param_group_index_map[model_param]
+    shard: Tensor = part.optimizer.param_groups[group]["params"][order]
+    return shard

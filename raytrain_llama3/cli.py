@@ -69,7 +69,12 @@ def _train(argv: list[str]) -> int:
 
 def _introduce(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> None:
     _say(summary(loaded, plan, supply))
-    for line in (*loaded.warnings, *rules.adjustments(plan.config, supply), *_folders_note(loaded, plan)):
+    for line in (
+        *loaded.warnings,
+        *rules.adjustments(plan.config, supply),
+        *rules.tight_memory(plan, supply),
+        *_folders_note(loaded, plan),
+    ):
         _say(f"note: {line}")
 
 

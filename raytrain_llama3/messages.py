@@ -102,8 +102,6 @@ class ProcessFacts:
     pid: int
     hostname: str
     versions: dict[str, str]
-    device_name: str
-    device_uuid: str
     import_s: float
 
 

@@ -88,6 +88,9 @@ def for_workers(environment: Mapping[str, str], device: str, threads: int) -> di
             # cuDNN's norms are faster than Transformer Engine's own.
             "NVTE_NORM_FWD_USE_CUDNN": "1",
             "NVTE_NORM_BWD_USE_CUDNN": "1",
+            # fp8's delayed scales are saved as a pickle. Only this run's own folder is read, and Megatron-core's
+            # format unpickles a file of that folder anyway.
+            "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1",
         }
     carried_over = {new: environment[old] for old, new in RENAMED.items() if old in environment}
     current = {name: value for name, value in environment.items() if name not in RENAMED}

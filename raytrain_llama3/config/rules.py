@@ -12,6 +12,8 @@ from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
 
 _FP8_CAPABILITY = 8.9
+_ESTIMATE_MARGIN = 1.04
+"""How far the memory estimate may be off: 4 % above what 8B on one H200 really took."""
 
 
 def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> RunPlan:
@@ -61,6 +63,17 @@ def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
     if config.tokenizer_type not in ("auto", tokenizer_type(config)):
         lines.append(f"tokenizer_type {config.tokenizer_type} is not used: the data says {tokenizer_type(config)}")
     return lines
+
+
+def tight_memory(plan: RunPlan, supply: DeviceSupply) -> list[str]:
+    """A line when the estimate says that memory may not be enough, within what the estimate can tell."""
+    need = estimate.memory(plan.config, plan.layout, plan.device).total
+    if supply.memory_bytes is None or need < supply.memory_bytes / _ESTIMATE_MARGIN:
+        return []
+    return [
+        f"memory is tight: about {need / estimate.GIB:.0f} of {supply.memory_bytes / estimate.GIB:.0f} GiB a device; "
+        f"if it runs out, {_memory_remedy(plan.config, supply)}"
+    ]
 
 
 def is_mock(config: Config) -> bool:
@@ -253,7 +266,7 @@ def _memory_problems(config: Config, layout: Layout, supply: DeviceSupply) -> It
     if supply.memory_bytes is None:
         return
     need = estimate.memory(config, layout, supply.device)
-    if need.total <= supply.memory_bytes:
+    if need.total <= supply.memory_bytes * _ESTIMATE_MARGIN:
         return
     parts = ", ".join(
         f"{name} {getattr(need, name) / estimate.GIB:.1f}"

@@ -202,7 +202,7 @@ class Data(Options):
     data_cache_path: Path | None = None
     """Scratch folder for data; unset: benchmark_cache_EXP_NAME."""
     num_workers: PositiveInt = 1
-    """Readers for each rank."""
+    """Accepted for the script's sake: memory-mapped shards need no reader processes."""
     tiktoken_pattern: Literal["v1", "v2"] = "v2"
     """Accepted for the script's sake: only Megatron-LM's tiktoken reader asks for it."""
     no_create_attention_mask_in_dataloader: bool = True
@@ -266,8 +266,6 @@ class Faults(Options):
 
     max_restarts: NonNegativeInt = 3
     """Restarts after faults before the run gives up (exit 138)."""
-    hang_timeout_s: PositiveInt = 600
-    """A step counter that stands still for longer is a hang, seconds; three times that before the first step."""
     grace_s: PositiveInt = 60
     """After a first SIGTERM or Ctrl-C: time for one step, a checkpoint and a clean end, seconds."""
     distributed_timeout_minutes: PositiveInt = 60

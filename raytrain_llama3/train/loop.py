@@ -24,6 +24,7 @@ from raytrain_llama3.messages import EndReason, EvalRecord, Phase, RankResult, R
 from raytrain_llama3.train.model import build_model
 from raytrain_llama3.train.optimizer import build_optimizer, build_schedule
 from raytrain_llama3.train.process import Process, reseed
+from raytrain_llama3.train.profiler import Profiler
 from raytrain_llama3.train.reporter import Reporter
 from raytrain_llama3.train.step import StepOutcome, Stepper
 
@@ -71,6 +72,7 @@ class TrainingLoop:
         self._evaluated_step: int | None = None
         self._nonfinite_steps = 0
         self._first = True
+        self._profiler = Profiler(plan, process)
 
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`."""
@@ -99,6 +101,7 @@ class TrainingLoop:
         return RankResult(self._process.rank, self._step, self._samples, reason, self._saved_step)
 
     def _one_step(self) -> StepOutcome:
+        self._profiler.before_step(self._step + 1)
         started = time.perf_counter()
         if self._plan.config.hidden_dropout or self._plan.config.attention_dropout:
             reseed(self._plan.config.seed, self._step)
@@ -113,9 +116,15 @@ class TrainingLoop:
             self._schedule.step(increment=self._plan.layout.global_batch_size)
         self._report(outcome, learning_rate, time.perf_counter() - started)
         self._check_finite(outcome)
+        self._profiler.after_step(self._step)
+        self._empty_cache(2)
         if self._plan.config.manual_gc and self._step % _GC_INTERVAL_STEPS == 0:
             gc.collect()
         return outcome
+
+    def _empty_cache(self, level: int) -> None:
+        if self._plan.device == "cuda" and self._plan.config.empty_unused_memory_level >= level:
+            torch.cuda.empty_cache()
 
     def _report(self, outcome: StepOutcome, learning_rate: float, seconds: float) -> None:
         if self._first:
@@ -171,6 +180,7 @@ class TrainingLoop:
                 EvalRecord(self._step, total / max(tokens, 1), tokens, time.perf_counter() - started, time.time())
             )
         self._evaluated_step = self._step
+        self._empty_cache(1)
         self._reporter.enter(Phase.TRAIN)
 
     def _save_if_due(self, outcome: StepOutcome) -> None:

@@ -62,7 +62,7 @@ def open_process(
         timeout = datetime.timedelta(minutes=plan.config.distributed_timeout_minutes)
         if store is None:
             store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
-        _compare_ranks(dist.PrefixStore(f"{rendezvous.prefix}/facts", store), plan, spec, facts)
+        _compare_ranks(dist.PrefixStore(f"{rendezvous.prefix}/facts", store), plan, spec, facts, device)
         _choose_interface(spec.node_ip)
         dist.init_process_group(
             backend="gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl",
@@ -148,12 +148,12 @@ def plan_digest(plan: RunPlan) -> str:
     return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: ProcessFacts) -> None:
+def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: ProcessFacts, device: torch.device) -> None:
     """Every rank tells rank 0 who it is; rank 0 answers with what does not fit, by name."""
     mine = {
         "name": spec.name,
         "host": facts.hostname,
-        "device": facts.device_uuid,
+        "device": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
         "plan": plan_digest(plan),
         **facts.versions,
     }

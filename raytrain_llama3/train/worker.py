@@ -6,6 +6,7 @@ A plain class, importable without torch: `launch.gang` turns it into a Ray actor
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -60,6 +61,7 @@ class TrainWorker:
 
         if self._facts is None:
             raise RuntimeError("prepare() comes before run()")
+        logging.getLogger().setLevel(plan.config.log_level)
         self._reporter.begin(spec.rank)
         self._stop.clear()
         self._reporter.enter(Phase.PROCESS_GROUP)
@@ -118,7 +120,5 @@ def _facts(import_s: float) -> ProcessFacts:
         pid=os.getpid(),
         hostname=socket.gethostname(),
         versions=versions,
-        device_name=platform.processor() or platform.machine(),
-        device_uuid="",
         import_s=import_s,
     )

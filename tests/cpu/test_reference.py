@@ -23,7 +23,7 @@ from raytrain_llama3.train.step import Stepper
 def test_first_loss_and_gradient_norm_agree(tmp_path: Path) -> None:
     run_plan = plan(tmp_path, "--dtype", "fp32", "--init-method-std", "0.05")
     c, layout = run_plan.config, run_plan.layout
-    facts = ProcessFacts(0, "here", {}, "cpu", "", 0.0)
+    facts = ProcessFacts(0, "here", {}, 0.0)
     store = host_store("127.0.0.1", 0, 1)
     train = open_sources(run_plan).train
     batches = list(micro_batches(train, SampleOrder(c.seed, len(train)), 0, layout, 0))

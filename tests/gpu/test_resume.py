@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,15 +77,14 @@ def test_six_steps_and_six_more_are_twelve(tmp_path: Path, precision: tuple[str,
     expected, got = ([s["loss"] for s in steps(tmp_path / name)] for name in ("whole", "halves"))
     assert len(got) == 12
     assert got[-1] < got[0]
-    # fp8's history of maxima begins anew with a process: the first steps after it differ a little.
-    assert got == pytest.approx(expected, abs=1e-4 if dtype == "bf16" else 5e-2)
+    assert got == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_signal_to_the_process_group_saves(tmp_path: Path) -> None:
     process = start(tmp_path, "--train-iters", "100000", "--save-interval", "0")
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("step 5/"):
+        if re.match(r"step +5/", line):
             break
     os.killpg(process.pid, signal.SIGTERM)
     output = finished(process)

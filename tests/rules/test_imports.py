@@ -22,7 +22,7 @@ DRIVERS_SIDE = [
     for module in modules()
     if module.name != "__init__.py"
     and (module.name in ("train/worker.py", "train/reporter.py") or not module.name.startswith("train/"))
-    and module.name != "checkpoint/torch_dist.py"
+    and module.name not in ("checkpoint/torch_dist.py", "checkpoint/masters.py")
 ]
 
 

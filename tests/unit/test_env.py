@@ -61,6 +61,10 @@ def test_what_is_the_hosts_own_or_not_in_the_list_is_never_forwarded(name: str) 
 def test_defaults_fit_the_device() -> None:
     assert workers({}, "cuda") == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1",
+        "NVTE_NORM_BWD_USE_CUDNN": "1",
+        "NVTE_NORM_FWD_USE_CUDNN": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "NCCL_IB_DISABLE": "0",
         "NCCL_IB_TIMEOUT": "23",
         "NCCL_P2P_DISABLE": "0",

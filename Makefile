@@ -1,6 +1,8 @@
 # make demo, make test, make lint: each sets up what it needs in .venv on a machine that has Python 3 and make.
 
 PYTHON ?= python3
+# Compiled modules are worth keeping: every rank imports all of torch.
+unexport PYTHONDONTWRITEBYTECODE
 # A uv that works (a shim that only complains is not one), else our own.
 UV := $(shell uv --version >/dev/null 2>&1 && command -v uv || echo .tools/bin/uv)
 RUN := .venv/bin/python

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from sandbox import Sandbox
 from training import Workers
 
 
@@ -20,3 +21,10 @@ def local_ray() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def workers(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Workers:
     return Workers(2, Path(tmp_path_factory.mktemp("logs")))
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    sandbox = Sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from command import ROOT, Sandbox, records
+from sandbox import ROOT, Sandbox, records
 
 SMALL = {"TRAIN_ITERS": "4", "LR_DECAY_SAMPLES": "4800", "EVAL_INTERVAL": "0", "SEQ_LENGTH": "32"}
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def example(name: str, *arguments: str) -> list[str]:

@@ -5,20 +5,12 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import DEMO, ROOT, Command, Sandbox
+from sandbox import DEMO, ROOT, Command, Sandbox
 
 RAY = str(Path(sys.executable).with_name("ray"))
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def free_port() -> str:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from command import DEMO, Sandbox, records
+from sandbox import DEMO, Sandbox, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ENDLESS = (*DEMO, "--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0", "--save-interval", "0")
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    sandbox = Sandbox(tmp_path)
-    yield sandbox
-    sandbox.close()
 
 
 def test_train_save_resume_and_nothing_left_to_do(sandbox: Sandbox) -> None:

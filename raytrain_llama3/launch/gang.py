@@ -16,7 +16,7 @@ from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import NonFiniteError, RaytrainError
 from raytrain_llama3.launch import placement
-from raytrain_llama3.launch.session import Node
+from raytrain_llama3.launch.session import ALL_DEVICES_VISIBLE, Node
 from raytrain_llama3.messages import (
     DeviceSlot,
     Failure,
@@ -158,7 +158,7 @@ def start(worker_class: type, plan: RunPlan, group: Any, nodes: Sequence[Node], 
     try:
         devices = ray.get([lease.device_index.remote() for lease in leases]) or _count_on_nodes(nodes)
         assigned = placement.assign_ranks(placement.slots(nodes, devices), attempt)
-        actors += [_actor(worker_class, group, slot, spec) for slot, spec in assigned]
+        actors += [_actor(worker_class, group, slot, spec, on_gpu=plan.device == "cuda") for slot, spec in assigned]
         logs = [plan.paths.logs / f"attempt_{attempt}" / f"rank_{spec.rank}.log" for _, spec in assigned]
         preparing = [
             actor.prepare.remote(plan.worker_environment, env.POD_NAMES, str(log))
@@ -229,13 +229,16 @@ def _lease(group: Any, bundles: int) -> list[Any]:
     ]
 
 
-def _actor(worker_class: type, group: Any, slot: DeviceSlot, spec: RankSpec) -> Any:
+def _actor(worker_class: type, group: Any, slot: DeviceSlot, spec: RankSpec, *, on_gpu: bool) -> Any:
 
     options: dict[str, Any] = {
         "name": f"{spec.name}/attempt-{spec.attempt}/{group.id.hex()[:8]}",
         "num_cpus": 0,
         "scheduling_strategy": _in_bundle(group, slot.bundle_index),
     }
+    if on_gpu:
+        # The raylet of a cluster that we joined has not our environment.
+        options["runtime_env"] = {"env_vars": ALL_DEVICES_VISIBLE}
     return actor_class(worker_class).options(**options).remote()
 
 

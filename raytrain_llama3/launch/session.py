@@ -28,13 +28,13 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _PROCESS_END_S = 10
 _LONGEST_BASE = 25
 
+# Each rank sees all of its node's devices and sets its own: masking breaks NCCL's peer access.
+ALL_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
 # Ray reads these when it is imported.
-_RAY_ENVIRONMENT = {
+_RAY_ENVIRONMENT = ALL_DEVICES_VISIBLE | {
     # Started through `uv run`, Ray would install the project again for every worker.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # Each rank sees all of its node's devices and sets its own: masking breaks NCCL's peer access.
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray runs workers at nice 15: a rank is the reason for this machine, not a guest on it.
     "RAY_worker_niceness": "0",
 }

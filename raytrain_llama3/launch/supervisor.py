@@ -157,6 +157,13 @@ class Supervisor:
                 raise error
             case recovery.Restart(why):
                 self._metrics.event(why)
+                self._remove_own_wrecks()
+
+    def _remove_own_wrecks(self) -> None:
+        """Without a complete checkpoint, what lies there is this run's first save, cut off: step 0 is safe again."""
+        if not self._store.complete():
+            for step in self._store.wrecks():
+                self._store.discard(step)
 
     def _ended(self, results: list[RankResult]) -> RunResult:
         self._enter(State.ENDED)

@@ -105,5 +105,18 @@ def test_a_killed_rank_is_restarted_from_the_checkpoint(sandbox: Sandbox) -> Non
     assert sandbox.leftovers() == []
 
 
+def test_a_first_save_that_is_cut_off_does_not_end_the_run(sandbox: Sandbox) -> None:
+    command = sandbox.start(*DEMO, "--train-iters", "60", "--save-interval", "0", "--log-interval", "1")
+    command.wait_for(r"step +5/")
+    wreck = sandbox.work / "checkpoints" / "demo" / "iter_0000005"
+    wreck.mkdir()
+    (wreck / "__0_0.distcp").write_bytes(b"half")
+    _ranks(sandbox)[0].kill()
+    assert command.wait() == 0, command.output
+    steps = records(sandbox.work / "tensorboard_logs" / "demo", "step")
+    assert [s["step"] for s in steps if s["attempt"] == 1] == list(range(1, 61))
+    assert not wreck.exists()
+
+
 def _ranks(sandbox: Sandbox) -> list[psutil.Process]:
     return [p for p in sandbox._processes() if "TrainWorker" in " ".join(p.cmdline())]

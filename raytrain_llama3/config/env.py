@@ -92,6 +92,9 @@ def for_workers(environment: Mapping[str, str], device: str, threads: int) -> di
             # format unpickles a file of that folder anyway.
             "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1",
         }
+    else:
+        # Nothing is compiled on a CPU, and the compiler is a fifth of what a rank imports.
+        chosen["TORCHDYNAMO_DISABLE"] = "1"
     carried_over = {new: environment[old] for old, new in RENAMED.items() if old in environment}
     current = {name: value for name, value in environment.items() if name not in RENAMED}
     for name, value in (carried_over | current).items():

@@ -70,7 +70,7 @@ def test_defaults_fit_the_device() -> None:
         "NCCL_P2P_DISABLE": "0",
         "OMP_NUM_THREADS": "4",
     }
-    assert workers({}, "cpu") == {"OMP_NUM_THREADS": "4"}
+    assert workers({}, "cpu") == {"OMP_NUM_THREADS": "4", "TORCHDYNAMO_DISABLE": "1"}
 
 
 OLD, NEW = "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"

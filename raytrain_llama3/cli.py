@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RaytrainError as error:
         _complain(error)
         return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
 
 
 def _train(argv: list[str]) -> int:

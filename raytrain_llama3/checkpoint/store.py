@@ -6,10 +6,11 @@ last, after everything else is on the disk: a folder without it is the wreck of 
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _FOLDER = re.compile(r"iter_(\d{7}|[1-9]\d{7,})")
 _METADATA_NAMES = (".metadata", "metadata.json")
 _DATA_FILE = re.compile(rb"__\d+_\d+\.distcp")
 _LEAVING = ".pruned_"
+_DAMAGED = "damaged_"
 _WRECKS_SHOWN = 5
 
 
@@ -52,6 +54,36 @@ def clear_partial(path: Path) -> None:
         return
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be cleared of an interrupted save: {error}") from error
+
+
+_CONTINUITY = {
+    "seed": "samples come in another order: some twice, some never",
+    "data_fingerprint": "the data is another: samples seen before may come again",
+    "seq_length": "samples are cut anew: some tokens come twice, some never",
+    "tokenizer": "token ids may mean something else",
+    "learning_rate": "the learning rate jumps: lr_decay_samples, lr_warmup_samples or a rate was changed",
+}
+"""What must be equal for a resumed run to be the same run, and what it means if not."""
+
+
+def read_sidecar(path: Path) -> dict[str, object]:
+    """What was written beside the weights in `path`; empty where it cannot be read."""
+    return read_json(path / SIDECAR_NAME) or {}
+
+
+def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """A line for each thing that was one way when `saved` was written and is another `now`."""
+    return [
+        f"{name} was {saved[name]}, is {now[name]}: {meaning}"
+        for name, meaning in _CONTINUITY.items()
+        if name in saved and name in now and not _equal(saved[name], now[name])
+    ]
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return a == b
 
 
 class CheckpointStore:
@@ -133,6 +165,16 @@ class CheckpointStore:
         self._check_held()
         clear_partial(iteration_path(self._root, step))
 
+    def set_aside_damaged(self, newer_than: int) -> list[Path]:
+        """Rename folders that were committed and have lost files since, so that training past them can save again."""
+        self._check_held()
+        moved = []
+        for step in self.wrecks():
+            path = iteration_path(self._root, step)
+            if step > newer_than and (path / MARKER_NAME).exists():
+                moved.append(path.rename(self._root / f"{_DAMAGED}{path.name}"))
+        return moved
+
     def _commit(self, path: Path, record: SaveRecord) -> None:
         created = datetime.now(UTC).isoformat(timespec="seconds")
         own = {"format": SIDECAR_FORMAT, "step": record.step, "samples": record.samples, "created": created}
@@ -142,7 +184,9 @@ class CheckpointStore:
         # Again: reaching the disk may have taken minutes, in which another run can have taken over.
         holder = self._check_held()
         write_json(path / MARKER_NAME, {"step": record.step, "token": holder.token})
-        write_json(self._root / LATEST_NAME, {"step": record.step, "path": path.name})
+        # For people and other programs; nothing here reads it, and the checkpoint is published without it.
+        with suppress(OSError):
+            write_json(self._root / LATEST_NAME, {"step": record.step, "path": path.name})
 
     def _check_held(self) -> Holder:
         if self._holder is None:
@@ -154,13 +198,12 @@ class CheckpointStore:
         if not self._keep:
             return
         surplus = [step for step in self.complete()[: -self._keep] if step != published]
-        try:
-            for step in surplus:
-                # Out of sight in one move: an interrupted removal must not look like an interrupted save.
-                path = iteration_path(self._root, step)
+        for step in surplus:
+            # Out of sight in one move: an interrupted removal must not look like an interrupted save. What cannot be
+            # moved now stays for the next pruning.
+            path = iteration_path(self._root, step)
+            with suppress(OSError):
                 path.rename(self._root / f"{_LEAVING}{path.name}")
-        except OSError as error:
-            raise CheckpointError(f"{self._root}: step {surplus} cannot be pruned: {error}") from error
         for path in self._root.glob(f"{_LEAVING}*"):
             # A reader may still hold a file open on NFS; the next pruning tries again.
             shutil.rmtree(path, ignore_errors=True)

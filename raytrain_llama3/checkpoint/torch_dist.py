@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -20,11 +24,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrain_llama3.checkpoint.masters import whole_masters
 from raytrain_llama3.checkpoint.store import clear_partial
 from raytrain_llama3.errors import CheckpointError
 
+_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
 _FORM = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -43,40 +49,68 @@ def save(
         clear_partial(path)
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    with whole_masters(optimizer):
-        state = _sharded_state(chunks, optimizer, is_loading=False)
-    state["progress"] = {"step": step, "samples": samples}
-    _write_in_this_process()
-    dist_checkpointing.save(
-        state,
-        str(path),
-        FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas()),
-        content_metadata=_FORM,
-        async_strategy="mcore",
-    )
-    dist.barrier()
+    _gather_weights(chunks)
+    with _as_checkpoint_error(path, "cannot be written"):
+        with whole_masters(optimizer):
+            state = _sharded_state(chunks, optimizer, is_loading=False)
+        state["progress"] = {"step": step, "samples": samples}
+        _write_in_this_process()
+        dist_checkpointing.save(
+            state,
+            str(path),
+            FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas()),
+            content_metadata=_FORM,
+            async_strategy="mcore",
+        )
+        dist.barrier()
 
 
 def load(path: Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> tuple[int, int]:
     """Read this rank's part of the checkpoint in `path`, whatever layout saved it.
 
+    What the configuration says of the optimizer (learning rates, betas, epsilon) stays; its state is loaded.
+
     Returns:
         (step, samples consumed). Raises `CheckpointError` naming the folder when it does not fit the model.
 
     """
-    state = _sharded_state(chunks, optimizer, is_loading=True)
-    try:
+    with _as_checkpoint_error(path, "does not load into this model"):
+        state = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(
             state, str(path), FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
         )
-    except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: does not load into this model: {error}") from error
-    for key, chunk in _named(chunks):
-        chunk.load_state_dict(loaded[key])
-    with whole_masters(optimizer):
-        optimizer.load_state_dict(loaded["optimizer"])
-    progress = loaded["progress"]
-    return int(progress["step"]), int(progress["samples"])
+        for key, chunk in _named(chunks):
+            chunk.load_state_dict(loaded[key])
+        _keep_settings(loaded["optimizer"], optimizer)
+        with whole_masters(optimizer):
+            optimizer.load_state_dict(loaded["optimizer"])
+        progress = loaded["progress"]
+        return int(progress["step"]), int(progress["samples"])
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
+        free = shutil.disk_usage(path if path.is_dir() else path.parent).free / 2**30
+        reason = f"{type(error).__name__}: {str(error).strip()}"
+        raise CheckpointError(f"{path}: {what}: {reason}; {free:.2f} GiB are free there") from error
+
+
+def _gather_weights(chunks: list[DistributedDataParallel]) -> None:
+    """With overlapped gathering a step leaves other ranks' shards of the weights for the next forward pass to fetch."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _keep_settings(state: dict[str, Any], optimizer: MegatronOptimizer) -> None:
+    """Megatron-core tells parameter groups apart by their learning rates: put ours where the checkpoint has its own."""
+    ours = {key: optimizer.param_groups[0][key] for key in _SETTINGS if key in optimizer.param_groups[0]}
+    for part in [state] if "optimizer" in state else state.values():
+        for group in part["optimizer"]["param_groups"]:
+            group.update({key: value for key, value in ours.items() if key in group})
 
 
 def _sharded_state(

@@ -68,6 +68,8 @@ class RunPlan:
     paths: RunPaths
     train_steps: int
     """Steps that reach `train_samples` (or `train_iters`)."""
+    ends_at: float | None
+    """Unix time at which `exit_duration_in_mins` is over; restarts share it."""
     warmup_samples: int
     decay_samples: int
     padded_vocab_size: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
         ranks_per_node=tuple(ranks_per_node),
         paths=run_paths(config, Path.cwd()),
         train_steps=_train_steps(config),
+        ends_at=time.time() + 60 * config.exit_duration_in_mins if config.exit_duration_in_mins else None,
         warmup_samples=config.lr_warmup_samples,
         decay_samples=config.lr_decay_samples,
         padded_vocab_size=estimate.padded_vocab_size(config.vocab_size),
@@ -60,6 +62,8 @@ def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
         lines.append(f"gpus_per_node {asked} is more than there are: {used} are used")
     if config.sequence_parallel is True and config.tp_size == 1:
         lines.append("sequence_parallel needs tp_size > 1: switched off")
+    if is_mock(config) and config.data_arg.upper() != "MOCK":
+        lines.append(f"data_arg {config.data_arg} is not used: without a tokenizer_arg tokens are made up")
     if config.tokenizer_type not in ("auto", tokenizer_type(config)):
         lines.append(f"tokenizer_type {config.tokenizer_type} is not used: the data says {tokenizer_type(config)}")
     return lines

@@ -33,7 +33,6 @@ CONTROL = "control"
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16_384
 _GONE_S = 15
-# Other ranks fall within moments of the first, through broken connections; later ones were stopped by us.
 _FOLD_S = 1.0
 
 
@@ -41,10 +40,13 @@ class Lease:
     """Holds one GPU of a bundle for as long as it lives, and says which one Ray granted."""
 
     def device_index(self) -> int:
-        """The CUDA ordinal on this node."""
+        """The CUDA ordinal as the ranks of this node will count, who see what CUDA_VISIBLE_DEVICES names."""
         import ray
 
-        return int(ray.get_gpu_ids()[0])
+        granted = str(ray.get_gpu_ids()[0])
+        visible = env.snapshot().get("CUDA_VISIBLE_DEVICES", "")
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        return names.index(granted) if names else int(granted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Gang:
     def __init__(self, plan: RunPlan, members: list[Member]) -> None:
         self._plan, self._members = plan, members
         self._running: dict[Any, Member] = {}
+        self._asked: dict[Any, Member] = {}
 
     def run(self, prefix: str, resume: ResumePoint | None) -> None:
         """Open the store on rank 0's node, tell every rank where it is, and let them train."""
@@ -88,19 +91,33 @@ class Gang:
 
     def wait(self, timeout_s: float) -> tuple[list[RankResult], Failure | None]:
         """Results of ranks that ended since the last call, or the first failure among them."""
-        import ray
-
         if not self._running:
             return [], None
+        results, failed = self._collect(timeout_s)
+        if not failed:
+            return results, None
+        # The others fall within moments, through broken connections; the one that says most is the cause.
+        deadline = time.monotonic() + _FOLD_S
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            more, fallen = self._collect(left)
+            results, failed = results + more, failed + fallen
+        (member, error), *_ = sorted(failed, key=lambda pair: _evidence(pair[1]))
+        others = tuple(sorted(m.spec.rank for m, _ in failed if m is not member))
+        return results, _failure(member.spec, member.log_path, error, others)
+
+    def _collect(self, timeout_s: float) -> tuple[list[RankResult], list[tuple[Member, Exception]]]:
+        """The next rank to end, if one does in time: its result, or its error."""
+        import ray
+
         ready, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        results = []
+        results, failed = list[RankResult](), list[tuple[Member, Exception]]()
         for ref in ready:
             member = self._running.pop(ref)
             try:
                 results.append(ray.get(ref))
             except (ray.exceptions.RayError, RaytrainError) as error:
-                return results, _failure(member.spec, member.log_path, error, self._fold())
-        return results, None
+                failed.append((member, error))
+        return results, failed
 
     @property
     def is_running(self) -> bool:
@@ -108,13 +125,20 @@ class Gang:
         return bool(self._running)
 
     def poll(self, timeout_s: float) -> list[WorkerReport]:
-        """What the ranks report; one that does not answer in time is left out."""
+        """What the ranks report; one that does not answer in time is heard by a later call.
+
+        A rank hands out each record once, so that its answer must not be lost: it is asked again only then.
+        """
         import ray
 
-        refs = [m.actor.poll.options(concurrency_group=CONTROL).remote() for m in self._members]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+        waiting = set(map(id, self._asked.values()))
+        for member in self._members:
+            if id(member) not in waiting:
+                self._asked[member.actor.poll.options(concurrency_group=CONTROL).remote()] = member
+        ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=timeout_s)
         reports = []
         for ref in ready:
+            del self._asked[ref]
             with contextlib.suppress(ray.exceptions.RayError):
                 reports.append(ray.get(ref))
         return sorted(reports, key=lambda report: report.rank)
@@ -123,17 +147,6 @@ class Gang:
         """Ask every rank to end at the next step boundary; does not wait."""
         for member in self._members:
             member.actor.request_stop.options(concurrency_group=CONTROL).remote()
-
-    def _fold(self) -> tuple[int, ...]:
-        """Ranks that failed along with the first."""
-        import ray
-
-        fallen: list[int] = []
-        deadline = time.monotonic() + _FOLD_S
-        while self._running and (left := deadline - time.monotonic()) > 0:
-            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=left)
-            fallen += [self._running.pop(ref).spec.rank for ref in ready]
-        return tuple(sorted(fallen))
 
 
 def actor_class(worker_class: type) -> Any:
@@ -192,9 +205,7 @@ def _first_failure_wins(refs: list[Any], names: Sequence[tuple[RankSpec, Path]])
 def _failure(spec: RankSpec, log_path: Path, error: Exception, others: tuple[int, ...]) -> Failure:
     import ray
 
-    cause: Any = error
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = cause.as_instanceof_cause()
+    cause = _cause(error)
     kind = FailureKind.EXCEPTION
     if isinstance(error, ray.exceptions.RayActorError):
         kind = FailureKind.DIED
@@ -214,10 +225,29 @@ def _failure(spec: RankSpec, log_path: Path, error: Exception, others: tuple[int
     )
 
 
-def _in_one_line(error: Exception) -> str:
-    """Class and message; of a Ray error, which carries a whole traceback, the line that says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+def _cause(error: Exception) -> BaseException:
+    """What the rank itself raised; of a lost process, Ray's own error."""
+    import ray
+
+    inner = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+    return inner if isinstance(inner, BaseException) else error
+
+
+def _evidence(error: Exception) -> int:
+    """Sorts what explains a fault before what merely followed from it."""
+    import ray
+
+    if isinstance(_cause(error), RaytrainError):
+        return 0
+    return 1 if isinstance(error, ray.exceptions.RayActorError) else 2
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Class and message. Of a CUDA error the first line says what it was; Ray's own errors say why in their last."""
+    import ray
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return f"{type(error).__name__}: {lines[-1 if isinstance(error, ray.exceptions.RayError) else 0]}"
 
 
 def _lease(group: Any, bundles: int) -> list[Any]:
@@ -225,7 +255,13 @@ def _lease(group: Any, bundles: int) -> list[Any]:
 
     lease: Any = ray.remote(Lease)
     return [
-        lease.options(num_cpus=0, num_gpus=1, scheduling_strategy=_in_bundle(group, i)).remote() for i in range(bundles)
+        lease.options(
+            num_cpus=0,
+            num_gpus=1,
+            scheduling_strategy=_in_bundle(group, i),
+            runtime_env={"env_vars": ALL_DEVICES_VISIBLE},
+        ).remote()
+        for i in range(bundles)
     ]
 
 

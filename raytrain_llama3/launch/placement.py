@@ -68,9 +68,9 @@ def reserve(session: Session, plan: RunPlan, name: str) -> Iterator[tuple[Any, l
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    chosen = _wait_for_room(session, plan)
+    nodes, chosen = _wait_for_room(session, plan)
     bundle = {"GPU": 1.0} if plan.device == "cuda" else {"CPU": 1.0}
-    by_id = {node.node_id: node for node in session.nodes()}
+    by_id = {node.node_id: node for node in nodes}
     group = placement_group(
         [bundle] * len(chosen),
         strategy="PACK",
@@ -85,13 +85,13 @@ def reserve(session: Session, plan: RunPlan, name: str) -> Iterator[tuple[Any, l
         remove_placement_group(group)
 
 
-def _wait_for_room(session: Session, plan: RunPlan) -> list[str]:
+def _wait_for_room(session: Session, plan: RunPlan) -> tuple[list[Node], list[str]]:
     deadline = time.monotonic() + plan.config.placement_timeout_s
     while True:
         nodes = session.nodes()
         chosen = choose_nodes(nodes, plan.device, plan.ranks_per_node, free=True)
         if chosen is not None:
-            return chosen
+            return nodes, chosen
         if time.monotonic() > deadline:
             raise ClusterFormationError(_no_room(nodes, plan))
         time.sleep(_POLL_S)

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.errors import StoppedBySignal
+from raytrain_llama3.errors import CheckpointError, StoppedBySignal
 from raytrain_llama3.launch import gang, placement, recovery
 from raytrain_llama3.launch.gang import Gang
 from raytrain_llama3.launch.session import Node, Session
@@ -21,6 +21,7 @@ from raytrain_llama3.metrics import Metrics
 
 _WATCH_S = 0.5
 _POLL_TIMEOUT_S = 5.0
+_LAST_POLL_TIMEOUT_S = 60.0
 
 
 class State(StrEnum):
@@ -62,6 +63,8 @@ class Supervisor:
         self._plan, self._worker_class, self._session = plan, worker_class, session
         self._store, self._metrics, self._stop = store, metrics, stop
         self._name = f"raytrain-{plan.config.exp_name}-{secrets.token_hex(4)}"
+        self._found = {*store.complete(), *store.wrecks()}
+        self._published: set[int] = set()
         self._failures: list[Failure] = []
         self._seconds: dict[str, float] = {}
         self._step = 0
@@ -69,11 +72,14 @@ class Supervisor:
 
     def run(self) -> RunResult:
         """Train to the target. Raises the `RaytrainError` whose exit code the command ends with."""
-        while True:
-            outcome = self._attempt()
-            if not isinstance(outcome, Failure):
-                return self._ended(outcome)
-            self._decide(outcome)
+        try:
+            while True:
+                outcome = self._attempt()
+                if not isinstance(outcome, Failure):
+                    return self._ended(outcome)
+                self._decide(outcome)
+        finally:
+            self._remove_own_wrecks()
 
     def _attempt(self) -> list[RankResult] | Failure:
         """One attempt: everything that it starts is gone when this returns."""
@@ -81,6 +87,8 @@ class Supervisor:
         resume = self._store.resume_point()
         self._step = resume.step if resume else 0
         self._metrics.start_attempt(attempt, self._step)
+        for path in self._store.set_aside_damaged(self._step):
+            self._metrics.event(f"{path}: set aside, files are missing that were there when it was published")
         if resume:
             self._metrics.event(f"resuming from {resume.path} (step {resume.step}, {resume.samples} samples)")
         self._enter(State.PLACING)
@@ -111,9 +119,6 @@ class Supervisor:
         while ranks.is_running:
             ended, failure = ranks.wait(_WATCH_S)
             results += ended
-            self._record(ranks.poll(_POLL_TIMEOUT_S))
-            if failure is not None:
-                return replace(failure, step=self._step)
             if self._stop.is_set and stop_by is None:
                 self._enter(State.STOPPING)
                 self._metrics.event(
@@ -122,11 +127,16 @@ class Supervisor:
                 )
                 ranks.request_stop()
                 stop_by = time.monotonic() + self._plan.config.grace_s
-            if stop_by is not None and time.monotonic() > stop_by:
+            self._record(ranks.poll(_POLL_TIMEOUT_S))
+            if failure is not None:
+                return replace(failure, step=self._step)
+            if ranks.is_running and stop_by is not None and time.monotonic() > stop_by:
                 raise StoppedBySignal(
                     f"{self._stop.name}: the ranks did not end within grace_s {self._plan.config.grace_s} s; what "
                     "they did since the newest checkpoint is lost"
                 )
+        # An answer above may have been on its way before the last records were there.
+        self._record(ranks.poll(_LAST_POLL_TIMEOUT_S))
         return results
 
     def _record(self, reports: Sequence[WorkerReport]) -> None:
@@ -138,6 +148,7 @@ class Supervisor:
                 self._metrics.evaluation(evaluation)
             for save in report.saves:
                 self._store.publish(save)
+                self._published.add(save.step)
                 self._metrics.saved(save)
             for warning in report.warnings:
                 self._metrics.event(f"rank {report.rank}: {warning}")
@@ -160,14 +171,15 @@ class Supervisor:
                 self._remove_own_wrecks()
 
     def _remove_own_wrecks(self) -> None:
-        """Without a complete checkpoint, what lies there is this run's first save, cut off: step 0 is safe again."""
-        if not self._store.complete():
-            for step in self._store.wrecks():
-                self._store.discard(step)
+        """Saves of this run that were cut off: a first one left behind would keep the next run from step 0."""
+        for step in set(self._store.wrecks()) - self._found - self._published:
+            self._store.discard(step)
 
     def _ended(self, results: list[RankResult]) -> RunResult:
         self._enter(State.ENDED)
         first = min(results, key=lambda result: result.rank)
+        if first.saved_step is not None and first.saved_step not in self._published | self._found:
+            raise CheckpointError(f"step {first.saved_step} was saved, but rank 0 did not say so in time to publish it")
         if first.reason is EndReason.STOP:
             saved = f"saved at step {first.saved_step}" if first.saved_step else "nothing to save"
             raise StoppedBySignal(f"{self._stop.name}: stopped after step {first.step}, {saved}")

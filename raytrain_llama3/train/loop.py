@@ -13,7 +13,7 @@ import torch
 
 from raytrain_llama3 import __version__
 from raytrain_llama3.checkpoint import torch_dist
-from raytrain_llama3.checkpoint.store import iteration_path
+from raytrain_llama3.checkpoint.store import differences, iteration_path, read_sidecar
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data import open_sources
 from raytrain_llama3.data.feed import micro_batches
@@ -59,7 +59,6 @@ class TrainingLoop:
     ) -> None:
         self._plan, self._process, self._reporter, self._stop = plan, process, reporter, stop
         self._versions = versions
-        self._deadline = _deadline(plan.config.exit_duration_in_mins)
         self._chunks = build_model(plan, process)
         self._optimizer = build_optimizer(plan, self._chunks)
         self._stepper = Stepper(plan, process, self._chunks, self._optimizer)
@@ -71,6 +70,7 @@ class TrainingLoop:
         self._saved_step: int | None = None
         self._evaluated_step: int | None = None
         self._nonfinite_steps = 0
+        self._is_stopping = False
         self._first = True
         self._profiler = Profiler(plan, process)
 
@@ -80,25 +80,33 @@ class TrainingLoop:
         self._schedule = build_schedule(self._plan, self._optimizer, self._samples)
         self._saved_step = self._step
         self._reporter.at_step(self._step)
+        if self._process.rank == 0:
+            for line in differences(read_sidecar(path), self._sidecar()):
+                self._reporter.add(f"resuming {path.name}: {line}")
 
     def run(self) -> RankResult:
         """Train until the target, the time limit or a request to stop; evaluate and save on the way and at the end."""
         if self._plan.config.manual_gc:
             gc.disable()
         reason = EndReason.TARGET
-        while self._step < self._plan.train_steps:
-            outcome = self._one_step()
-            ended = _end_reason(outcome)
-            if ended is not None:
-                reason = ended
+        while not self._is_at_target():
+            ended = _end_reason(self._one_step())
+            self._evaluate_if_due(self._plan.config.eval_interval, unless=ended)
+            if ended or self._is_stopping:
+                reason = ended or EndReason.STOP
                 break
-            self._evaluate_if_due(self._plan.config.eval_interval)
-            self._save_if_due(outcome)
+            self._save_if_due(self._plan.config.save_interval)
         if reason is EndReason.TARGET and self._plan.config.eval_interval:
             self._evaluate_if_due(1)
-        if self._plan.config.save_at_end and self._nonfinite_steps == 0:
-            self._save()
+        if self._plan.config.save_at_end:
+            self._save_if_due(1)
         return RankResult(self._process.rank, self._step, self._samples, reason, self._saved_step)
+
+    def _is_at_target(self) -> bool:
+        """Counted in samples, which lets a run go on with another global batch; or in steps, if they were asked for."""
+        if self._plan.config.train_iters is not None:
+            return self._step >= self._plan.config.train_iters
+        return self._samples + self._plan.layout.global_batch_size > self._plan.config.train_samples
 
     def _one_step(self) -> StepOutcome:
         self._profiler.before_step(self._step + 1)
@@ -106,14 +114,15 @@ class TrainingLoop:
         if self._plan.config.hidden_dropout or self._plan.config.attention_dropout:
             reseed(self._plan.config.seed, self._step)
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        late = self._process.rank == 0 and time.monotonic() > self._deadline
+        ends_at = self._plan.ends_at
+        late = self._process.rank == 0 and ends_at is not None and time.time() > ends_at
         outcome = self._stepper.train(
             self._batches(self._sources.train, self._order, self._samples), stop=self._stop.is_set(), late=late
         )
         self._step += 1
         self._samples += self._plan.layout.global_batch_size
-        if outcome.applied:
-            self._schedule.step(increment=self._plan.layout.global_batch_size)
+        # Also after a step that left the weights alone: the learning rate is a function of the samples seen.
+        self._schedule.step(increment=self._plan.layout.global_batch_size)
         self._report(outcome, learning_rate, time.perf_counter() - started)
         self._check_finite(outcome)
         self._profiler.after_step(self._step)
@@ -161,19 +170,23 @@ class TrainingLoop:
                 f"{self._samples}"
             )
 
-    def _evaluate_if_due(self, interval: int) -> None:
-        if interval and self._step % interval == 0 and self._evaluated_step != self._step:
+    def _evaluate_if_due(self, interval: int, unless: EndReason | None = None) -> None:
+        if not unless and interval and self._step % interval == 0 and self._evaluated_step != self._step:
             self._evaluate()
 
     def _evaluate(self) -> None:
         self._reporter.enter(Phase.EVALUATE)
         started, total, tokens = time.perf_counter(), 0.0, 0
         batch_size = self._plan.layout.global_batch_size
-        # The same windows every time, so that losses compare; no more of them than there are.
+        # The same windows every time, so that losses compare.
         rounds = max(1, min(self._plan.config.eval_iters, len(self._sources.valid) // batch_size))
         for i in range(rounds):
             batches = self._batches(self._sources.valid, self._eval_order, i * batch_size)
-            batch_total, batch_tokens = self._stepper.evaluate(batches)
+            batch_total, batch_tokens, self._is_stopping = self._stepper.evaluate(batches, stop=self._stop.is_set())
+            if self._is_stopping:
+                # What is asked for now is a checkpoint, in little time: half an evaluation is worth nothing.
+                self._reporter.enter(Phase.TRAIN)
+                return
             total, tokens = total + batch_total, tokens + batch_tokens
         if self._process.rank == 0:
             self._reporter.add(
@@ -183,9 +196,13 @@ class TrainingLoop:
         self._empty_cache(1)
         self._reporter.enter(Phase.TRAIN)
 
-    def _save_if_due(self, outcome: StepOutcome) -> None:
-        interval = self._plan.config.save_interval
-        if interval and self._step % interval == 0 and outcome.applied:
+    def _save_if_due(self, interval: int) -> None:
+        if not interval or self._step % interval:
+            return
+        if self._nonfinite_steps:
+            # Weights that give no finite loss must not take the place of a good checkpoint.
+            self._reporter.add(f"step {self._step} is not saved: its loss or gradient norm was not finite")
+        else:
             self._save()
 
     def _save(self) -> None:
@@ -215,6 +232,7 @@ class TrainingLoop:
             "tokens": self._samples * c.seq_length,
             "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
             "seed": c.seed,
+            "seq_length": c.seq_length,
             "data_fingerprint": self._sources.train.fingerprint(),
         }
 
@@ -226,7 +244,3 @@ def _end_reason(outcome: StepOutcome) -> EndReason | None:
     if outcome.stop_votes:
         return EndReason.STOP
     return EndReason.DURATION if outcome.late_votes else None
-
-
-def _deadline(minutes: float | None) -> float:
-    return math.inf if minutes is None else time.monotonic() + 60 * minutes

@@ -68,8 +68,10 @@ def transformer_config(plan: RunPlan) -> TransformerConfig:
         sequence_parallel=layout.sequence_parallel,
         calculate_per_token_loss=c.calculate_per_token_loss,
         deallocate_pipeline_outputs=True,
-        # gloo has no batched point-to-point calls that may overlap.
-        batch_p2p_comm=on_gpu,
+        # gloo has no batched point-to-point calls. With virtual stages on two ranks, sends to "next" and to "previous"
+        # go to one peer, and batched ones would be taken for each other.
+        batch_p2p_comm=on_gpu and layout.vpp is None,
+        overlap_p2p_comm=on_gpu and layout.vpp is not None,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=on_gpu,
         masked_softmax_fusion=on_gpu,

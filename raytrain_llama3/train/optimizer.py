@@ -68,13 +68,13 @@ class Update:
 
 
 @torch.no_grad()
-def apply(optimizer: MegatronOptimizer, clip_grad: float) -> Update:
-    """Clip and step, or leave the weights alone when the gradient norm is not finite.
+def apply(optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: bool) -> Update:
+    """Clip and step, or leave the weights alone when the loss or the gradient norm is not finite.
 
     The same calls as `MegatronOptimizer.step`, which would clip by a NaN norm and so spread it over every weight.
     Every rank sees the same norm and decides the same.
     """
-    if optimizer.prepare_grads():
+    if optimizer.prepare_grads() or not loss_is_finite:
         return Update(math.nan, applied=False)
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):

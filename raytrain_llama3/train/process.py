@@ -32,9 +32,7 @@ class Process:
     dp_rank: int
     tp_rank: int
     pp_rank: int
-    cp_rank: int
-    is_first_stage: bool
-    is_last_stage: bool
+    cp_group: dist.ProcessGroup
 
 
 def host_store(address: str, port: int, timeout_minutes: float) -> dist.TCPStore:
@@ -52,7 +50,7 @@ def host_store(address: str, port: int, timeout_minutes: float) -> dist.TCPStore
 def open_process(
     plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, facts: ProcessFacts, store: dist.Store | None = None
 ) -> Iterator[Process]:
-    """Join the attempt's process group and build Megatron's groups; everything is undone on the way out.
+    """Join the attempt's process group and build Megatron's groups; undone when the block ends well.
 
     `store` is rank 0's own store; the others connect to it. Raises `HardwareError` when the ranks do not fit
     together (other versions, another configuration, one device twice).
@@ -72,19 +70,23 @@ def open_process(
             timeout=timeout,
             device_id=None if plan.device == "cpu" else device,
         )
-        stack.callback(_close_groups)
         _open_model_parallel(plan)
         yield _describe(spec, device)
+        # Not after an exception: closing is collective, the other ranks may never come, and the process ends anyway.
+        _close_groups()
 
 
 def reseed(seed: int, step: int) -> None:
-    """Set every random state as a pure function of (seed, step, parallel position).
+    """Set every random state as a pure function of (seed, step, pipeline and tensor-parallel rank).
 
     Called before a step that draws random numbers (dropout), so that a resumed run draws what an uninterrupted
-    one would have drawn, whatever the layout, and checkpoints need no random state.
+    one of the same layout would have drawn, and checkpoints need no random state.
     """
-    torch.manual_seed(seed * 1_000_003 + step)
-    tensor_parallel.model_parallel_cuda_manual_seed((seed + step) % 2**31, force_reset_rng=True)
+    drawn_from = f"{seed}/{step}/{parallel_state.get_pipeline_model_parallel_rank()}"
+    mine = int.from_bytes(hashlib.blake2b(drawn_from.encode(), digest_size=4).digest(), "little") >> 1
+    torch.manual_seed(mine)
+    # Adds the tensor-parallel rank where ranks must differ.
+    tensor_parallel.model_parallel_cuda_manual_seed(mine, force_reset_rng=True)
 
 
 def _open_device(plan: RunPlan, spec: RankSpec, stack: contextlib.ExitStack) -> torch.device:
@@ -125,9 +127,7 @@ def _describe(spec: RankSpec, device: torch.device) -> Process:
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        is_first_stage=parallel_state.is_pipeline_first_stage(),
-        is_last_stage=parallel_state.is_pipeline_last_stage(),
+        cp_group=parallel_state.get_context_parallel_group(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,21 +56,24 @@ class Stepper:
         self._optimizer.zero_grad()
         losses = self._run(batches, forward_only=False)
         total, tokens, stops, lates = self._agree(losses, stop=stop, late=late)
-        update = apply(self._optimizer, self._plan.config.clip_grad)
+        update = apply(self._optimizer, self._plan.config.clip_grad, loss_is_finite=math.isfinite(total))
         return StepOutcome(
             total / max(tokens, 1), int(tokens), update.grad_norm, update.applied, int(stops), int(lates)
         )
 
-    def evaluate(self, batches: Iterator[Tokens]) -> tuple[float, int]:
-        """Sum of the loss (nats) and number of tokens over one global batch, without touching the weights."""
+    def evaluate(self, batches: Iterator[Tokens], *, stop: bool) -> tuple[float, int, bool]:
+        """Sum of the loss (nats) and number of tokens over one global batch, without touching the weights.
+
+        The third value is whether any rank voted to `stop`.
+        """
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad():
             losses = self._run(batches, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
-        total, tokens, *_ = self._agree(losses, stop=False, late=False)
-        return total, int(tokens)
+        total, tokens, stops, _ = self._agree(losses, stop=stop, late=False)
+        return total, int(tokens), stops > 0
 
     def _run(self, batches: Iterator[Tokens], *, forward_only: bool) -> list[Tensor]:
         c, layout = self._plan.config, self._plan.layout
@@ -92,7 +96,7 @@ class Stepper:
         window = torch.from_numpy(np.ascontiguousarray(next(batches))).to(self._process.device, non_blocking=True)
         batch = {"tokens": window[:, :-1], "labels": window[:, 1:], "positions": self._positions}
         if self._plan.layout.cp > 1:
-            batch = get_batch_on_this_cp_rank(batch)
+            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._process.cp_group)
         output = model(
             batch["tokens"].contiguous(), batch["positions"], attention_mask=None, labels=batch["labels"].contiguous()
         )

@@ -45,3 +45,33 @@ def test_a_checkpoint_goes_on_in_another_layout(workers: Workers, tmp_path: Path
     second_plan = plan(tmp_path / "halves", *flags, "--train-iters", "8", *load_with, world=2)
     losses = workers.run(second_plan, resume)[1].losses
     assert losses == pytest.approx(whole.losses[4:], abs=1e-4)
+
+
+def test_weights_are_gathered_before_they_are_saved(workers: Workers, tmp_path: Path) -> None:
+    # bf16 weights are loaded as they were saved, not made from masters: a stale shard would change the next loss.
+    flags = ("--dtype", "bf16", "--micro-batch-size", "1", "--learning-rate", "1e-2")
+    whole = workers.run(plan(tmp_path / "whole", *flags, "--train-iters", "8", world=2))[1]
+    first_plan = plan(tmp_path / "halves", *flags, "--train-iters", "4", world=2)
+    resume = publish(first_plan, workers.run(first_plan)[1])
+    second = workers.run(plan(tmp_path / "halves", *flags, "--train-iters", "8", world=2), resume)[1]
+    assert second.losses == whole.losses[4:]
+
+
+def test_a_resumed_run_may_change_its_learning_rate_and_says_so(workers: Workers, tmp_path: Path) -> None:
+    flags = ("--dtype", "fp32", "--lr-warmup-samples", "0", "--lr-decay-style", "constant")
+    first_plan = plan(tmp_path, *flags, "--train-iters", "2")
+    resume = publish(first_plan, workers.run(first_plan)[1])
+    changed = plan(tmp_path, *flags, "--train-iters", "4", "--learning-rate", "5e-4", "--seed", "7")
+    records = workers.run(changed, resume)[1]
+    assert [s.learning_rate for s in records.steps] == [5e-4, 5e-4]
+    told = "\n".join(records.warnings)
+    assert "learning_rate was 0.001, is 0.0005" in told
+    assert "seed was 1234, is 7" in told
+
+
+def test_another_global_batch_ends_at_the_same_sample(workers: Workers, tmp_path: Path) -> None:
+    flags = ("--dtype", "fp32", "--train-samples", "64")
+    first_plan = plan(tmp_path, "--dtype", "fp32", "--train-iters", "4")
+    resume = publish(first_plan, workers.run(first_plan)[1])
+    records = workers.run(plan(tmp_path, *flags, "--global-batch-size", "16"), resume)[1]
+    assert [s.samples for s in records.steps] == [48, 64]

@@ -78,12 +78,14 @@ class Workers:
         rendezvous = Rendezvous("127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{attempt}")
         results = ray.get([a.run.remote(run_plan, spec(i, world), rendezvous, resume) for i, a in enumerate(actors)])
         report = ray.get(actors[0].poll.options(concurrency_group=CONTROL).remote())
-        return results, Records(list(report.steps), list(report.saves), report.evals)
+        return results, Records(list(report.steps), list(report.saves), report.evals, report.warnings)
 
 
 class Records:
-    def __init__(self, steps: list[StepRecord], saves: list[SaveRecord], evals: Sequence[Any]) -> None:
-        self.steps, self.saves, self.evals = steps, saves, evals
+    def __init__(
+        self, steps: list[StepRecord], saves: list[SaveRecord], evals: Sequence[Any], warnings: Sequence[str]
+    ) -> None:
+        self.steps, self.saves, self.evals, self.warnings = steps, saves, evals, warnings
 
     @property
     def losses(self) -> list[float]:

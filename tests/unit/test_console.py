@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,19 +151,21 @@ def test_the_summary_is_of_this_process(tmp_path: Path) -> None:
     assert metrics.summary == Summary(4.0, 3.0, 3.5, 4550, 0.25, 18200.0)
 
 
-@pytest.fixture
+@contextmanager
 def no_room() -> Iterator[None]:
-    """No file of this process may grow beyond 1 KiB."""
+    """No file of this process may grow beyond 1 KiB; the test runner's own output may be one."""
     former, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, former[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("no_room")
 def test_a_full_disk_costs_one_warning_for_each_file(tmp_path: Path) -> None:
-    found = lines(tmp_path, FACTS, *(step(i) for i in range(1, 41)))
+    with no_room():
+        found = lines(tmp_path, FACTS, *(step(i) for i in range(1, 41)))
     names = [line.split(" cannot be written (")[0] for line in found if "[Errno" in line]
     assert sorted(names) == ["warning: TensorBoard", "warning: metrics.jsonl"]
     assert sum(line.startswith("step ") for line in found) == 4

@@ -148,7 +148,7 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
         )
     except StoppedBySignal:
         raise
-    except Exception as error:  # noqa: BLE001  (Ray raises it bare when a node does not start in time)
+    except Exception as error:
         raise ClusterFormationError(f"Ray did not start on this machine: {error}") from error
     return Session("local", is_own=True, dashboard_url=context.dashboard_url or "")
 

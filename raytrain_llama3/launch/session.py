@@ -21,6 +21,7 @@ from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import Device, DeviceSupply
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ClusterFormationError, HardwareError, StoppedBySignal
+from raytrain_llama3.launch.dashboard import Dashboard, put_off
 from raytrain_llama3.launch.signals import NEVER, StopSignal
 
 NAMESPACE = "raytrain_llama3"
@@ -52,11 +53,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connected Ray cluster. `is_own` when it was started by, and ends with, this process."""
+    """A connected Ray cluster. `dashboard` is ours to start where this process started Ray and the user wants one."""
 
-    address: str
-    is_own: bool
-    dashboard_url: str
+    dashboard_url: str = ""
+    dashboard: Dashboard | None = None
 
     def nodes(self) -> list[Node]:
         """Live nodes, by address as a number, the head's own first where addresses are equal."""
@@ -96,7 +96,7 @@ def join(address: str, stop: StopSignal) -> Iterator[Session]:
             "authentication, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be set here too"
         ) from error
     try:
-        yield Session(address, is_own=False, dashboard_url=context.dashboard_url or "")
+        yield Session(dashboard_url=context.dashboard_url or "")
     finally:
         ray.shutdown()
 
@@ -137,12 +137,11 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
     options: dict[str, Any] = {"num_gpus": ranks} if device == "cuda" else {"num_gpus": 0}
     cores = psutil.cpu_count() or 1
     try:
-        context = _init(
+        _init(
             stop,
             address="local",
             num_cpus=max(cores, ranks),
             object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=config.ray_dashboard,
             _temp_dir=str(folder),
             **options,
         )
@@ -150,7 +149,7 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
         raise
     except Exception as error:
         raise ClusterFormationError(f"Ray did not start on this machine: {error}") from error
-    return Session("local", is_own=True, dashboard_url=context.dashboard_url or "")
+    return Session(dashboard=Dashboard() if config.ray_dashboard else None)
 
 
 def _init(stop: StopSignal, **options: Any) -> Any:
@@ -162,7 +161,7 @@ def _init(stop: StopSignal, **options: Any) -> Any:
     # until the ranks have saved.
     apart = mock.patch.object(services, "ConsolePopen", functools.partial(subprocess.Popen, process_group=0))
     try:
-        with apart:
+        with apart, put_off():
             context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit as error:
         # What Ray's own handler does with a SIGTERM between its installation and ours.

@@ -65,6 +65,7 @@ class Supervisor:
         self._name = f"raytrain-{plan.config.exp_name}-{secrets.token_hex(4)}"
         self._found = {*store.complete(), *store.wrecks()}
         self._published: set[int] = set()
+        self._dashboard_told = False
         self._failures: list[Failure] = []
         self._seconds: dict[str, float] = {}
         self._step = 0
@@ -103,6 +104,7 @@ class Supervisor:
         self, group: Any, nodes: list[Node], attempt: int, resume: ResumePoint | None
     ) -> list[RankResult] | Failure:
         self._enter(State.STARTING)
+        self._metrics.event(f"starting {len(nodes)} ranks, which takes some seconds")
         began = time.monotonic()
         with gang.start(self._worker_class, self._plan, group, nodes, attempt) as ranks:
             self._seconds["actors"] = time.monotonic() - began
@@ -128,6 +130,7 @@ class Supervisor:
                 ranks.request_stop()
                 stop_by = time.monotonic() + self._plan.config.grace_s
             self._record(ranks.poll(_POLL_TIMEOUT_S))
+            self._tell_of_dashboard()
             if failure is not None:
                 return replace(failure, step=self._step)
             if ranks.is_running and stop_by is not None and time.monotonic() > stop_by:
@@ -138,6 +141,16 @@ class Supervisor:
         # An answer above may have been on its way before the last records were there.
         self._record(ranks.poll(_LAST_POLL_TIMEOUT_S))
         return results
+
+    def _tell_of_dashboard(self) -> None:
+        """Open it when the first step is done, so that it takes nothing from the start; say where it is, once."""
+        dashboard = self._session.dashboard
+        if dashboard is None or not self._step:
+            return
+        dashboard.open()
+        if dashboard.url and not self._dashboard_told:
+            self._dashboard_told = True
+            self._metrics.event(f"Ray dashboard: http://{dashboard.url}")
 
     def _record(self, reports: Sequence[WorkerReport]) -> None:
         for report in reports:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.error
+import urllib.request
 
 import psutil
 import pytest
@@ -37,6 +39,17 @@ def test_train_save_resume_and_nothing_left_to_do(sandbox: Sandbox) -> None:
     third = sandbox.run(*flags, "--train-iters", "20")
     assert third.process.returncode == 0, third.output
     assert len(records(tensorboard, "step")) == 20
+    assert sandbox.leftovers() == []
+
+
+def test_the_dashboard_serves_while_it_trains(sandbox: Sandbox) -> None:
+    command = sandbox.start(*ENDLESS)
+    url = command.wait_for(r"Ray dashboard: (http://\S+)").group(1)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        # It serves, and only to those who have the run's token.
+        urllib.request.urlopen(f"{url}/api/version", timeout=10)
+    command.signal(signal.SIGTERM)
+    assert command.wait() == 143, command.output
     assert sandbox.leftovers() == []
 
 
@@ -75,7 +88,7 @@ def test_a_second_signal_ends_at_once(sandbox: Sandbox) -> None:
 
 def test_a_signal_during_start_up_leaves_nothing(sandbox: Sandbox) -> None:
     command = sandbox.start(*ENDLESS)
-    command.wait_for("Ray dashboard")
+    command.wait_for("starting 2 ranks")
     command.signal(signal.SIGTERM)
     assert command.wait() == 143, command.output
     assert sandbox.leftovers() == []

@@ -47,3 +47,5 @@ class Dashboard:
             node: Any = _global_node
             node.start_api_server(include_dashboard=True, raise_on_failure=False)
             self._url = node.webui_url or ""
+        # Ray has its processes die with the thread that started them, so this one lives as long as the run.
+        threading.Event().wait()

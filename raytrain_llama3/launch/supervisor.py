@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from raytrain_llama3.checkpoint.store import CheckpointStore
+from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import CheckpointError, StoppedBySignal
 from raytrain_llama3.launch import gang, placement, recovery
@@ -150,7 +151,8 @@ class Supervisor:
         dashboard.open()
         if dashboard.url and not self._dashboard_told:
             self._dashboard_told = True
-            self._metrics.event(f"Ray dashboard: http://{dashboard.url}")
+            token = env.snapshot().get("RAY_AUTH_TOKEN_PATH")
+            self._metrics.event(f"Ray dashboard: http://{dashboard.url} (it asks for a token: cat {token})")
 
     def _record(self, reports: Sequence[WorkerReport]) -> None:
         for report in reports:

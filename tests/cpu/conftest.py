@@ -1,4 +1,7 @@
-"""One local Ray and one set of prepared workers for the tests of this folder: importing torch takes a while."""
+"""One local Ray and one set of prepared workers for each module: importing torch takes a while.
+
+They end with the module: every attempt in a process leaves gloo threads behind that wake all the time.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from sandbox import Sandbox
 from training import Workers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Workers:
     return Workers(2, Path(tmp_path_factory.mktemp("logs")))
 

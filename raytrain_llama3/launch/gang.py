@@ -16,7 +16,7 @@ from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import NonFiniteError, RaytrainError
 from raytrain_llama3.launch import placement
-from raytrain_llama3.launch.session import ALL_DEVICES_VISIBLE, Node
+from raytrain_llama3.launch.session import ALL_DEVICES_VISIBLE, Node, end_processes
 from raytrain_llama3.messages import (
     DeviceSlot,
     Failure,
@@ -266,7 +266,6 @@ def _lease(group: Any, bundles: int) -> list[Any]:
 
 
 def _actor(worker_class: type, group: Any, slot: DeviceSlot, spec: RankSpec, *, on_gpu: bool) -> Any:
-
     options: dict[str, Any] = {
         "name": f"{spec.name}/attempt-{spec.attempt}/{group.id.hex()[:8]}",
         "num_cpus": 0,
@@ -296,11 +295,7 @@ def _wait_until_gone(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(processes, timeout=_GONE_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_GONE_S)
+    end_processes(processes, _GONE_S)
 
 
 def _tail(path: Path) -> tuple[str, ...]:

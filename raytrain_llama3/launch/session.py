@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def start(config: Config, device: Device, ranks: int, stop: StopSignal) -> Itera
 
         stop.patience = NEVER
         ray.shutdown()
-        _end_processes(_children() - before)
+        end_processes(_children() - before, _PROCESS_END_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -188,10 +188,10 @@ def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def _end_processes(processes: set[psutil.Process]) -> None:
-    """See that `processes` are gone; end what is not."""
-    _, alive = psutil.wait_procs(list(processes), timeout=_PROCESS_END_S)
+def end_processes(processes: Iterable[psutil.Process], patience_s: float) -> None:
+    """See that `processes` are gone within `patience_s`; kill what is not."""
+    _, alive = psutil.wait_procs(list(processes), timeout=patience_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=_PROCESS_END_S)
+    psutil.wait_procs(alive, timeout=patience_s)

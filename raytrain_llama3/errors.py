@@ -67,6 +67,34 @@ class NonFiniteError(RaytrainError):
     exit_code = 4
 
 
+class CorruptionError(RaytrainError):
+    """Data-parallel replicas hold different weights; `rank` is the one that differs from the others."""
+
+    exit_code = 138
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RankError(RaytrainError):
+    """What ended a rank, in plain words that need neither torch nor the class that was raised.
+
+    `kind` is a `messages.FailureKind`. `code` is the exit code of an error of this tree that a rank
+    raised, or None where any other error did. `culprit` is the rank at fault, where it is not the one that raised.
+    """
+
+    def __init__(self, kind: str, message: str, code: int | None, culprit: int | None, at: float) -> None:
+        super().__init__(kind, message, code, culprit, at)
+        self.kind, self.code, self.culprit, self.at = kind, code, culprit, at
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 class RestartBudgetError(RaytrainError):
     """Every restart that the budget allows has been used."""
 

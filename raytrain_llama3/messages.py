@@ -33,13 +33,54 @@ class EndReason(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """How a rank was lost, as far as the driver can tell."""
+    """How a rank was lost, as far as can be told."""
 
     EXCEPTION = "exception"
+    OUT_OF_MEMORY = "out of memory"
+    TIMED_OUT = "collective timed out"
+    PEER_LOST = "connection to other ranks lost"
     DIED = "process died"
+    CRASHED = "process crashed"
     NODE_DIED = "node died"
     HANG = "hang"
     NON_FINITE = "non-finite numbers"
+    CORRUPTED = "weights differ between replicas"
+
+
+class FaultKind(StrEnum):
+    """What a rank can be told to suffer (`rehearse_faults`)."""
+
+    KILL = "kill"
+    """SIGKILL, in the middle of an all-reduce."""
+    STOP = "stop"
+    """SIGSTOP: the process stays and does nothing."""
+    SEGFAULT = "segfault"
+    EXIT = "exit"
+    """`os._exit(0)`."""
+    EXCEPTION = "exception"
+    NAN = "nan"
+    """The loss is NaN, from this step on."""
+    BIT_FLIP = "bit_flip"
+    """One bit of this rank's copy of a weight changes."""
+    SLOW = "slow"
+    """Every forward pass takes three times as long, from this step on."""
+    KILL_SAVING = "kill_saving"
+    """SIGKILL half-way through the first save at this step or later."""
+    KILL_NODE = "kill_node"
+    """SIGKILL to the node's raylet, whose workers end with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """One fault that strikes `rank` in `attempt` during step `step` (1 is the first step of a run)."""
+
+    attempt: int
+    rank: int
+    step: int
+    kind: FaultKind
+
+    def __str__(self) -> str:
+        return f"{self.attempt}:{self.rank}:{self.step}:{self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +144,8 @@ class ProcessFacts:
     hostname: str
     versions: dict[str, str]
     import_s: float
+    started_at: float
+    """Unix time at which the process started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +192,28 @@ class SaveRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds that a rank spent over `steps` steps in all, and of these in its own data and forward passes.
+
+    Ranks wait for each other in every step, so their `step_s` are alike; `own_s` tells a slow one apart.
+    """
+
+    steps: int
+    own_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """Answer to a poll: where the rank is, and what happened since the last poll."""
 
     rank: int
     phase: Phase
     step: int
+    moves: int = 0
+    """Rises with every phase entered, step finished and evaluation round: stands still while a rank hangs."""
+    work: Work | None = None
+    """Over the steps since the last poll; None where there was none."""
     steps: tuple[StepRecord, ...] = ()
     evals: tuple[EvalRecord, ...] = ()
     saves: tuple[SaveRecord, ...] = ()
@@ -185,8 +244,14 @@ class Failure:
     """One line: exception class and message, or exit cause."""
     step: int
     attempt: int
+    node_id: str = ""
+    """Ray's id of the node, which is another after its raylet was started again."""
     exit_code: int | None = None
     """What the error asks the run to end with, where it is one of `errors`."""
+    at: float = 0.0
+    """Unix time at which it happened, as near as can be told."""
+    detect_s: float = 0.0
+    """Seconds from then until the driver knew."""
     log_path: str = ""
     log_tail: tuple[str, ...] = ()
     others: tuple[int, ...] = ()

@@ -207,13 +207,15 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, tuple):
-        return ",".join(f"{v:g}" for v in value)
+        return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value) or "none"
     return "unset" if value is None else str(value)
 
 
 def _kind(name: str) -> str:
     """The kind of value an option takes, for help and messages: `INT`, `0|1`, `bf16|fp8|…`."""
-    return "A,B,C" if name == "split" else "|".join(_kinds(schema.Config.model_fields[name].annotation))
+    return {"split": "A,B,C", "rehearse_faults": "A:R:S:K,…"}.get(name) or "|".join(
+        _kinds(schema.Config.model_fields[name].annotation)
+    )
 
 
 def _kinds(annotation: Any) -> list[str]:

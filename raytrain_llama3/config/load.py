@@ -95,7 +95,9 @@ def _readable(error: ValidationError, given: Mapping[str, Assignment]) -> list[s
     """One line for each option that does not fit, unions folded: `LEARNING_RATE=fast: must be a valid number`."""
     reasons: dict[str, list[str]] = {}
     for problem in error.errors():
-        reason = problem["msg"].replace("Input should", "must").replace("must have", "needs")
+        reason = (
+            problem["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("must have", "needs")
+        )
         reasons.setdefault(str(problem["loc"][0]), []).append(reason.split(", unable to")[0])
     lines = []
     for name, parts in reasons.items():

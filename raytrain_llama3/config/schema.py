@@ -11,22 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-Auto = Literal["auto"]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+from raytrain_llama3.config.values import Auto, Fraction, Rehearsal, Split
 
 
 def option(default: Any, *aliases: str, **constraints: Any) -> Any:
     """A field with Megatron-LM's flag names for it, e.g. `"--tensor-model-parallel-size"`."""
     return Field(default, json_schema_extra={"aliases": list(aliases)}, validate_default=True, **constraints)
-
-
-def _split(value: object) -> object:
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-
-Split = Annotated[tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat], BeforeValidator(_split)]
 
 
 class Options(BaseModel):
@@ -262,10 +254,35 @@ class Watching(Options):
 
 
 class Faults(Options):
-    """Time limits and restarts."""
+    """Time limits, restarts, and what stands ready for them."""
 
     max_restarts: NonNegativeInt = 3
-    """Restarts after faults before the run gives up (exit 138)."""
+    """Faults in a row, with no new checkpoint in between, that the run gets over; one more ends it (exit 138)."""
+    max_preemptions: NonNegativeInt = 20
+    """The same for nodes that go away: taken back, shut down, or out of reach."""
+    restart_window_s: PositiveInt = 86_400
+    """Only what went wrong in this many last seconds counts."""
+    node_strikes: PositiveInt = 3
+    """Faults of its own after which a node is left out, where others can take its place."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes kept ready beside those in use, processes started, to take the place of one that is lost."""
+    elastic_min_nodes: PositiveInt | None = None
+    """Go on with fewer data-parallel ranks when a node is lost, down to so many nodes; unset: wait for another node."""
+    node_rejoin_timeout_s: NonNegativeInt = 300
+    """How long to wait for a lost node, or another in its place, before going on with fewer or giving up, seconds."""
+    standby_processes: Auto | NonNegativeInt = "auto"
+    """Processes on each node that have everything imported and wait for a fault; auto: one a GPU, on a CPU one."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 600
+    """A rank that finishes no step for this long is taken to hang, seconds."""
+    slow_phase_timeout_s: Annotated[float, Field(gt=0)] = 1800
+    """The same while a rank starts, in its first step, in an evaluation and in a save."""
+    straggler_factor: Annotated[float, Field(gt=1)] = 1.5
+    """Warn of a rank whose own work takes so many times the other ranks' median, step after step."""
+    replica_check_interval: NonNegativeInt = 0
+    """Steps between comparisons of the weights over data-parallel ranks, against silent corruption; 0: none."""
+    rehearse_faults: Rehearsal = ()
+    """Faults to suffer on purpose: ATTEMPT:RANK:STEP:KIND, with commas between. Kinds: kill, stop, segfault, exit,
+    exception, nan, bit_flip, slow, kill_saving, kill_node."""
     grace_s: PositiveInt = 60
     """After a first SIGTERM or Ctrl-C: time for one step, a checkpoint and a clean end, seconds."""
     distributed_timeout_minutes: PositiveInt = 60

@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
@@ -121,4 +123,5 @@ def _facts(import_s: float) -> ProcessFacts:
         hostname=socket.gethostname(),
         versions=versions,
         import_s=import_s,
+        started_at=psutil.Process().create_time(),
     )

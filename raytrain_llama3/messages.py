@@ -94,7 +94,6 @@ class DeviceSlot:
     node_id: str
     node_ip: str
     node_order: int
-    bundle_index: int
     device_index: int
 
 

@@ -55,6 +55,10 @@ class RunPaths:
     logs: Path
     data_cache: Path
 
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """Where a rank's output goes in one attempt."""
+        return self.logs / f"attempt_{attempt}" / f"rank_{rank}.log"
+
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:

@@ -7,6 +7,7 @@ import functools
 import logging
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -49,6 +50,16 @@ class Node:
     ip: str
     total: dict[str, float]
     free: dict[str, float]
+    port: int = 0
+    """Where its raylet listens."""
+
+    def is_gone(self, timeout_s: float = 2.0) -> bool:
+        """Whether its raylet cannot be reached, long before Ray's own health check gives it up."""
+        try:
+            socket.create_connection((self.ip, self.port), timeout=timeout_s).close()
+        except OSError:
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ class Session:
         ray_state: Any = state.state
         free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()
         nodes = [
-            Node(n["NodeID"], n["NodeManagerAddress"], n["Resources"], free.get(n["NodeID"], {}))
+            Node(n["NodeID"], n["NodeManagerAddress"], n["Resources"], free.get(n["NodeID"], {}), n["NodeManagerPort"])
             for n in ray_state.node_table()
             if n["Alive"]
         ]
@@ -186,6 +197,15 @@ def cluster_supply(session: Session, config: Config) -> DeviceSupply:
 
 def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
+
+
+def end_pids(pids: Iterable[int], patience_s: float) -> None:
+    """`end_processes` of those of `pids` that are there."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    end_processes(processes, patience_s)
 
 
 def end_processes(processes: Iterable[psutil.Process], patience_s: float) -> None:

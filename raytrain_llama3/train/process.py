@@ -15,6 +15,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
@@ -73,7 +75,7 @@ def open_process(
         _open_model_parallel(plan)
         yield _describe(spec, device)
         # Not after an exception: closing is collective, the other ranks may never come, and the process ends anyway.
-        _close_groups()
+        close_groups()
 
 
 def reseed(seed: int, step: int) -> None:
@@ -112,11 +114,21 @@ def _open_model_parallel(plan: RunPlan) -> None:
     reseed(plan.config.seed, 0)
 
 
-def _close_groups() -> None:
+def close_groups() -> bool:
+    """Undo what `open_process` did to this process; whether nothing of it is left, so that it can open another.
+
+    Collective with NCCL. gloo's connections just close, so that this also serves after another rank was lost.
+    """
     parallel_state.destroy_model_parallel()
     tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    dist.destroy_process_group()
+    # Its cache is the class's: it would keep the last model alive, with every group's threads.
+    RotaryEmbedding.forward.cache_clear()
     gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return not any(isinstance(found, DistributedDataParallel) for found in gc.get_objects())
 
 
 def _describe(spec: RankSpec, device: torch.device) -> Process:

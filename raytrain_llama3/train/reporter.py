@@ -28,7 +28,12 @@ class Reporter:
         with self._lock:
             self._rank, self._step = rank, 0
             self._steps, self._evals, self._saves, self._warnings = [], [], [], []
-            self._seconds = {}
+            self._phase, self._since, self._seconds = Phase.START, time.monotonic(), {}
+
+    @property
+    def phase(self) -> Phase:
+        """What this rank is doing, or was doing when its training ended."""
+        return self._phase
 
     def enter(self, phase: Phase) -> None:
         """Leave the present phase, adding up its seconds, for `phase`."""

@@ -6,6 +6,8 @@ A plain class, importable without torch: `launch.gang` turns it into a Ray actor
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import platform
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,10 @@ import psutil
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
+from raytrain_llama3.train.links import Links
 from raytrain_llama3.train.reporter import Reporter
+
+_TAIL_LINES = 20
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -36,6 +42,7 @@ class TrainWorker:
         self._stop = threading.Event()
         self._store: TCPStore | None = None
         self._facts: ProcessFacts | None = None
+        self._links = Links()
 
     def prepare(self, environment: dict[str, str], remove: tuple[str, ...], log_path: str) -> ProcessFacts:
         """Set the environment, send output to `log_path`, then import torch and Megatron-core (seconds)."""
@@ -47,6 +54,9 @@ class TrainWorker:
         from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
 
         self._facts = _facts(time.monotonic() - started)
+        # What was imported stays: collecting garbage need not look at it again.
+        gc.freeze()
+        self._reporter.enter(Phase.START)
         return self._facts
 
     def open_store(self, host: str, port: int, timeout_minutes: float = 60.0) -> int:
@@ -63,8 +73,10 @@ class TrainWorker:
 
         if self._facts is None:
             raise RuntimeError("prepare() comes before run()")
+        _redirect_output(plan.paths.rank_log(spec.attempt, spec.rank))
         logging.getLogger().setLevel(plan.config.log_level)
         self._reporter.begin(spec.rank)
+        self._links.before_opening()
         self._stop.clear()
         self._reporter.enter(Phase.PROCESS_GROUP)
         try:
@@ -82,6 +94,38 @@ class TrainWorker:
     def request_stop(self) -> None:
         """End at the next step boundary: all ranks agree there, save, and `run` returns."""
         self._stop.set()
+
+    def let_go(self) -> None:
+        """Break the connections to the other ranks, so that a collective that waits for a lost one ends."""
+        self._links.sever()
+
+    def reset(self) -> bool:
+        """After an attempt: close its groups; whether this process is sure to be as good as a new one."""
+        from raytrain_llama3.train.process import close_groups
+
+        gc.enable()
+        # A save or a load that was cut off may have threads at work yet.
+        unsure = self._reporter.phase in (Phase.SAVE, Phase.LOAD)
+        self._store = None
+        return close_groups() and not unsure
+
+    def see_gone(self, pids: Sequence[int], patience_s: float) -> list[int]:
+        """See that processes of this host are gone, killing what is left after `patience_s`; those that remain."""
+        processes = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
+        _, alive = psutil.wait_procs(processes, timeout=patience_s)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return [process.pid for process in psutil.wait_procs(alive, timeout=patience_s)[1]]
+
+    def log_tail(self, path: str) -> list[str]:
+        """The last lines of a log on this host."""
+        with contextlib.suppress(OSError):
+            return Path(path).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return []
 
     def stacks(self) -> str:
         """The Python stack of every thread of this process."""

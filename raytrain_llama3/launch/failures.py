@@ -1,0 +1,124 @@
+"""What Ray says of a lost rank, in the field's words: kind, cause, node and the last lines of its log."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from raytrain_llama3.errors import RankError
+from raytrain_llama3.messages import Failure, FailureKind, RankSpec
+
+_LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 16_384
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+_MEMORY_REMEDY = (
+    "the node's own memory, not a GPU's: use fewer processes a node, smaller micro_batch_size or standby_processes, or "
+    "a node with more memory"
+)
+
+_SAYS_MOST = (
+    FailureKind.NON_FINITE,
+    FailureKind.CORRUPTED,
+    FailureKind.OUT_OF_MEMORY,
+    FailureKind.EXCEPTION,
+    FailureKind.NODE_DIED,
+    FailureKind.CRASHED,
+    FailureKind.DIED,
+    FailureKind.HANG,
+    FailureKind.TIMED_OUT,
+    FailureKind.PEER_LOST,
+)
+"""Of the ranks of one fault, what explains it before what merely followed from it."""
+
+
+def rank_of_evidence(failure: Failure) -> int:
+    """Sorts failures of one attempt: the cause first."""
+    return _SAYS_MOST.index(failure.kind)
+
+
+def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None = None) -> Failure:
+    """What `error`, from `ray.get` of anything that the rank was asked, says about the rank."""
+    import ray
+
+    now = time.time()
+    tail = log_tail(log_path)
+    failure = Failure(
+        rank=spec.rank,
+        node_ip=spec.node_ip,
+        node_id=spec.node_id,
+        kind=FailureKind.EXCEPTION,
+        error=_in_one_line(error),
+        step=0,
+        attempt=spec.attempt,
+        at=now,
+        log_path=str(log_path),
+        log_tail=tail,
+    )
+    cause = _cause(error)
+    if isinstance(cause, RankError):
+        return _with(
+            failure,
+            kind=FailureKind(cause.kind),
+            error=str(cause),
+            exit_code=cause.code,
+            rank=spec.rank if cause.culprit is None else cause.culprit,
+            at=cause.at,
+            detect_s=max(now - cause.at, 0.0),
+        )
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return _with(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{_in_one_line(error)} ({_MEMORY_REMEDY})")
+    if isinstance(error, ray.exceptions.NodeDiedError):
+        return _with(failure, kind=FailureKind.NODE_DIED)
+    if isinstance(error, ray.exceptions.RayActorError):
+        return _died(failure, error, pid)
+    return failure
+
+
+def _with(failure: Failure, **changes: object) -> Failure:
+    from dataclasses import replace
+
+    return replace(failure, **changes)  # type: ignore[arg-type]
+
+
+def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
+    notes = [match[1] for line in failure.log_tail if (match := _FATAL.search(line))]
+    who = "the process" if pid is None else f"process {pid}"
+    if notes:
+        return _with(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
+    text = str(error)
+    if "OOM" in text and "memory monitor" in text.lower():
+        return _with(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
+    said = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
+    detail = f" ({said[0]})" if said else ""
+    return _with(
+        failure,
+        kind=FailureKind.DIED,
+        error=f"{who} ended without a word{detail}: killed (SIGKILL, perhaps for want of memory), or it left on its own",
+    )
+
+
+def _cause(error: Exception) -> BaseException:
+    """What the rank itself raised; of a lost process, Ray's own error."""
+    import ray
+
+    inner = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+    return inner if isinstance(inner, BaseException) else error
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Class and message. Ray's own errors say why in their last line."""
+    import ray
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return f"{type(error).__name__}: {lines[-1 if isinstance(error, ray.exceptions.RayError) else 0]}"
+
+
+def log_tail(path: Path) -> tuple[str, ...]:
+    """The last lines of a rank's log, where this host can read it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+            return tuple(file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+    except OSError:
+        return ()

@@ -64,8 +64,7 @@ def _train(argv: list[str]) -> int:
         try:
             code, end, numbers = _supervise(plan, session, stack, stop)
         except RaytrainError as error:
-            _complain(error)
-            code, end, numbers = error.exit_code, f"ended by {type(error).__name__}", None
+            code, end, numbers = *_ended_badly(error), None
     _say(_closing(plan, code, end, numbers, time.monotonic() - began))
     return code
 
@@ -137,8 +136,17 @@ def _supervise(
         )
     )
     ray_s = time.monotonic() - began
-    result = Supervisor(plan, TrainWorker, cluster, store, board, stop).run()
-    return 0, _ended_well(plan, result, ray_s), board.summary
+    try:
+        result = Supervisor(plan, TrainWorker, cluster, store, board, stop).run()
+        code, end = 0, _ended_well(plan, result, ray_s)
+    except RaytrainError as error:
+        code, end = _ended_badly(error)
+    return code, end, board.ended(code)
+
+
+def _ended_badly(error: RaytrainError) -> tuple[int, str]:
+    _complain(error)
+    return error.exit_code, f"ended by {type(error).__name__}"
 
 
 def _ended_well(plan: RunPlan, result: RunResult, ray_s: float) -> str:
@@ -149,12 +157,9 @@ def _ended_well(plan: RunPlan, result: RunResult, ray_s: float) -> str:
 
 
 def _closing(plan: RunPlan, code: int, end: str, numbers: Summary | None, seconds: float) -> str:
-    rows = [end]
-    if numbers is not None and numbers.first_loss is not None:
-        rows.append(f"  loss         {numbers.first_loss:.4f} at first, {numbers.last_loss:.4f} at last")
-        if numbers.last_validation_loss is not None:
-            rows.append(f"  validation   {numbers.last_validation_loss:.4f}")
-        rows.append(f"  speed        {numbers.tokens_per_s:,.0f} tokens/s over {numbers.tokens:,} tokens")
+    from raytrain_llama3.metrics.console import summary_lines
+
+    rows = [end, *(f"  {line}" for line in (summary_lines(numbers) if numbers is not None else ()))]
     rows += [
         f"  exit code    {code}, after {seconds:.1f} s",
         f"  checkpoints  {plan.paths.checkpoints}",

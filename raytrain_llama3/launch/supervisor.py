@@ -15,6 +15,7 @@ from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import CheckpointError, StoppedBySignal
 from raytrain_llama3.launch import gang, placement, recovery
 from raytrain_llama3.launch.gang import Gang
+from raytrain_llama3.launch.history import History
 from raytrain_llama3.launch.session import Node, Session
 from raytrain_llama3.launch.signals import AFTER_ONE, AT_ONCE, NEVER, StopSignal
 from raytrain_llama3.messages import EndReason, Failure, RankResult, ResumePoint, RunResult, WorkerReport
@@ -67,7 +68,7 @@ class Supervisor:
         self._found = {*store.complete(), *store.wrecks()}
         self._published: set[int] = set()
         self._dashboard_told = False
-        self._failures: list[Failure] = []
+        self._history = History()
         self._seconds: dict[str, float] = {}
         self._step = 0
         self.state = State.PLACING
@@ -85,7 +86,7 @@ class Supervisor:
 
     def _attempt(self) -> list[RankResult] | Failure:
         """One attempt: everything that it starts is gone when this returns."""
-        attempt, began = len(self._failures), time.monotonic()
+        attempt, began = len(self._history.failures), time.monotonic()
         resume = self._store.resume_point()
         self._step = resume.step if resume else 0
         self._metrics.start_attempt(attempt, self._step)
@@ -164,6 +165,7 @@ class Supervisor:
             for save in report.saves:
                 self._store.publish(save)
                 self._published.add(save.step)
+                self._history.progressed()
                 self._metrics.saved(save)
             for warning in report.warnings:
                 self._metrics.event(f"rank {report.rank}: {warning}")
@@ -176,8 +178,11 @@ class Supervisor:
             self._metrics.event(line)
         if self._stop.is_set:
             raise StoppedBySignal(f"{self._stop.name}; a rank failed while stopping: {failure.error}")
-        decision = recovery.decide(failure, self._failures, self._plan.config.max_restarts)
-        self._failures.append(failure)
+        failure = replace(failure, at=failure.at or time.time())
+        # Every attempt takes all nodes of the session: which ones, and how many, is not decided here yet.
+        nodes = recovery.Situation(wanted=1, usable=1, waited_s=0.0, has_checkpoint=bool(self._store.complete()))
+        decision = recovery.decide(failure, self._history, nodes, self._plan.config)
+        self._history.add(failure)
         match decision:
             case recovery.Stop(error):
                 raise error
@@ -199,7 +204,12 @@ class Supervisor:
             saved = f"saved at step {first.saved_step}" if first.saved_step else "nothing to save"
             raise StoppedBySignal(f"{self._stop.name}: stopped after step {first.step}, {saved}")
         return RunResult(
-            first.reason, first.step, first.samples, first.saved_step, len(self._failures) + 1, dict(self._seconds)
+            first.reason,
+            first.step,
+            first.samples,
+            first.saved_step,
+            len(self._history.failures) + 1,
+            dict(self._seconds),
         )
 
     def _enter(self, state: State) -> None:

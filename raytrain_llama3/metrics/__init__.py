@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -9,10 +10,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from raytrain_llama3.messages import EvalRecord, SaveRecord, StepRecord
+from raytrain_llama3.messages import EvalRecord, Failure, SaveRecord, StepRecord
 from raytrain_llama3.metrics.console import ConsoleSink
+from raytrain_llama3.metrics.events import EventsSink
+from raytrain_llama3.metrics.goodput import Ledger
 from raytrain_llama3.metrics.jsonl import JsonlSink
-from raytrain_llama3.metrics.record import AttemptStart, Event, Item, RunFacts, Saved, Sink, Summary, summarise
+from raytrain_llama3.metrics.record import (
+    AttemptStart,
+    Ended,
+    Event,
+    Fault,
+    Item,
+    Recovered,
+    RunFacts,
+    Saved,
+    Sink,
+    Summary,
+    summarise,
+)
 from raytrain_llama3.metrics.tensorboard import TensorBoardSink
 from raytrain_llama3.metrics.wandb import WandbSink
 
@@ -23,11 +38,15 @@ class Metrics:
     """Passes what the driver hears from the workers on to every sink; a context manager.
 
     A sink that meets `OSError` (a full disk) costs one warning on the console and is tried again with the next
-    record: training goes on.
+    record: training goes on. `clock` counts seconds from anywhere; the run begins now.
     """
 
-    def __init__(self, facts: RunFacts, console: ConsoleSink, sinks: list[Sink]) -> None:
+    def __init__(
+        self, facts: RunFacts, console: ConsoleSink, sinks: list[Sink], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._facts, self._console, self._sinks = facts, console, sinks
+        self._clock, self._began = clock, clock()
+        self._ledger = Ledger()
         self._failing: set[str] = set()
         self._attempt = 0
         self._interval: list[StepRecord] = []
@@ -39,12 +58,25 @@ class Metrics:
     @property
     def summary(self) -> Summary:
         """The run so far, as this process saw it."""
-        rate = self._tokens / self._seconds if self._seconds > 0 else 0.0
-        return Summary(self._first_loss, self._last_loss, self._last_validation_loss, self._tokens, self._seconds, rate)
+        accounts = self._ledger.accounts(self._elapsed_s)
+        return Summary(
+            first_loss=self._first_loss,
+            last_loss=self._last_loss,
+            last_validation_loss=self._last_validation_loss,
+            tokens=self._tokens,
+            seconds=self._seconds,
+            tokens_per_s=self._tokens / self._seconds if self._seconds > 0 else 0.0,
+            attempts=accounts.attempts,
+            faults=accounts.faults,
+            preemptions=accounts.preemptions,
+            lost_steps=accounts.lost_steps,
+            goodput=accounts.goodput,
+        )
 
     def start_attempt(self, attempt: int, resume_step: int) -> None:
         """Say that an attempt starts after `resume_step`; the steps after it are about to come again."""
         self._attempt = attempt
+        self._ledger.start_attempt(resume_step)
         self._interval = [step for step in self._interval if step.step <= resume_step]
         self._write(AttemptStart(attempt, resume_step))
 
@@ -54,6 +86,7 @@ class Metrics:
         self._last_loss = record.loss
         self._tokens += record.tokens
         self._seconds += record.step_s
+        self._ledger.step(record)
         self._interval.append(record)
         self._write(record)
         if record.step % self._facts.log_interval == 0 or record.step >= self._facts.train_steps:
@@ -68,9 +101,26 @@ class Metrics:
         """Say that a checkpoint was published."""
         self._write(Saved(record))
 
+    def fault(self, failure: Failure, decision: str) -> None:
+        """Keep an account of a fault and of what was decided about it, in words; once for each."""
+        self._ledger.fault(failure)
+        self._write(Fault(failure, decision))
+
+    def recovered(
+        self, phase_seconds: Mapping[str, float], lost_steps: int, resume_step: int, processes: Mapping[str, int]
+    ) -> None:
+        """Say that the attempt under way has done its first step after a fault; `Recovered` says what the rest is."""
+        goodput = self._ledger.accounts(self._elapsed_s).goodput
+        self._write(Recovered(self._attempt, dict(phase_seconds), lost_steps, resume_step, dict(processes), goodput))
+
     def event(self, text: str) -> None:
         """Say anything else: a restart, a warning."""
         self._write(Event(text))
+
+    def ended(self, exit_code: int) -> Summary:
+        """Say what the run ends with; its summary."""
+        self._write(Ended(exit_code, self._ledger.accounts(self._elapsed_s)))
+        return self.summary
 
     def close(self) -> None:
         """Tell the interval that is under way, if any, and close every sink."""
@@ -86,6 +136,10 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._began
 
     def _tell_interval(self) -> None:
         if self._interval:
@@ -118,6 +172,7 @@ def open_metrics(
     wandb_project: str | None,
     wandb_run_name: str | None,
     config: Mapping[str, object],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Metrics:
     """Open every sink: lines to `out`, TensorBoard and JSONL files into `folder`, wandb when a project is named.
 
@@ -125,7 +180,11 @@ def open_metrics(
     that is not installed, or does not start, raises `ConfigError`. wandb shows `config` as the run's configuration.
     """
     console = ConsoleSink(out, facts)
-    openers: list[Callable[[], Sink]] = [partial(TensorBoardSink, folder), partial(JsonlSink, folder, facts)]
+    openers: list[Callable[[], Sink]] = [
+        partial(TensorBoardSink, folder),
+        partial(JsonlSink, folder, facts),
+        partial(EventsSink, folder),
+    ]
     if wandb_project is not None:
         # First, so that a wandb that is not there leaves no files behind.
         openers.insert(0, partial(WandbSink, wandb_project, wandb_run_name, folder, config))
@@ -135,4 +194,4 @@ def open_metrics(
             sinks.append(opener())
         except OSError as error:
             console.write(Event(f"warning: no metrics in {folder} ({error}); training goes on without them"))
-    return Metrics(facts, console, sinks)
+    return Metrics(facts, console, sinks, clock)

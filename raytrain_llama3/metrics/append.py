@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+_LONGEST_LINE_BYTES = 1 << 20
 
 
 class WholeAppends:
@@ -31,3 +36,38 @@ class WholeAppends:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+class JsonLines:
+    """Appends lines of strict JSON to `path`; what earlier runs wrote stays, but for half a line of a killed one.
+
+    Numbers that JSON lacks (NaN, infinity) become null. `OSError` as from `WholeAppends`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            _cut_off_half_line(path)
+        self._file = WholeAppends(path)
+
+    def write(self, kind: str, time: float, attempt: int, values: Mapping[str, object]) -> None:
+        """Append one line: `kind`, `time` (Unix seconds), `attempt`, then `values`."""
+        line = {"kind": kind, "time": time, "attempt": attempt, **values}
+        self._file.write(json.dumps(_strict(line), allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _strict(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _strict(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_off_half_line(path: Path) -> None:
+    """Remove what a killed driver left of its last line, so that the next line starts afresh."""
+    with path.open("r+b") as file:
+        start = max(file.seek(0, os.SEEK_END) - _LONGEST_LINE_BYTES, 0)
+        file.seek(start)
+        file.truncate(start + file.read(_LONGEST_LINE_BYTES).rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""What a person sees: one line per log interval, evaluation, save and event."""
+"""What a person sees: one line per log interval, evaluation, save, recovery and event."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import TextIO
 
 from raytrain_llama3.messages import EvalRecord, SaveRecord, StepRecord
-from raytrain_llama3.metrics.record import AttemptStart, Event, Item, RunFacts, Saved, StepMetrics, perplexity
+from raytrain_llama3.metrics.record import (
+    AttemptStart,
+    Ended,
+    Event,
+    Fault,
+    Item,
+    Recovered,
+    RunFacts,
+    Saved,
+    StepMetrics,
+    Summary,
+    perplexity,
+)
 
 
 class ConsoleSink:
@@ -19,7 +31,7 @@ class ConsoleSink:
         self._out, self._facts = out, facts
 
     def write(self, item: Item) -> None:
-        """Write the line of `item`; single steps have none."""
+        """Write the line of `item`; single steps have none, and faults and the end are told at length elsewhere."""
         match item:
             case StepMetrics():
                 self._line(step_line(item, self._facts))
@@ -31,7 +43,9 @@ class ConsoleSink:
                 self._line(text)
             case AttemptStart() if item.resume_step or item.attempt:
                 self._line(f"attempt {item.attempt} goes on after step {item.resume_step}")
-            case AttemptStart() | StepRecord():
+            case Recovered():
+                self._line(recovery_line(item))
+            case AttemptStart() | StepRecord() | Fault() | Ended():
                 pass
 
     def close(self) -> None:
@@ -82,6 +96,39 @@ def evaluation_line(record: EvalRecord, facts: RunFacts) -> str:
 def saved_line(record: SaveRecord, facts: RunFacts) -> str:
     """The line of one published checkpoint."""
     return f"{_progress(record.step, facts)} | saved in {record.seconds:.1f} s as {Path(record.path).name}"
+
+
+def recovery_line(item: Recovered) -> str:
+    """The line of one recovery: seconds by phase, what is trained again, and where the ranks' processes came from."""
+    phases = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in item.phase_seconds.items())
+    again = {0: "no step is trained again", 1: "1 step is trained again"}
+    parts = [
+        f"recovered in {item.total_s:.1f} s: {phases}",
+        again.get(item.lost_steps, f"{item.lost_steps} steps are trained again"),
+    ]
+    origins = {"kept": "kept", "standby": "from standby", "new": "new"}
+    found = [(number, origins.get(name, name)) for name, number in item.processes.items() if number]
+    if found:
+        (number, origin), *others = found
+        processes = [f"{number} process{'es' if number > 1 else ''} {origin}", *(f"{n} {name}" for n, name in others)]
+        parts.append(", ".join(processes))
+    return "; ".join(parts)
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """The rows of the closing table that a run's numbers fill."""
+    rows = []
+    if summary.first_loss is not None:
+        rows.append(f"loss         {summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last")
+        if summary.last_validation_loss is not None:
+            rows.append(f"validation   {summary.last_validation_loss:.4f}")
+        rows.append(f"speed        {summary.tokens_per_s:,.0f} tokens/s over {summary.tokens:,} tokens")
+    if summary.attempts > 1:
+        counts = {"fault": summary.faults, "preemption": summary.preemptions, "lost step": summary.lost_steps}
+        found = ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for name, number in counts.items())
+        rows.append(f"attempts     {summary.attempts}: {found}")
+    rows.append(f"goodput      {100 * summary.goodput:.1f} % of the time went into steps that count")
+    return rows
 
 
 def loss(value: float) -> str:

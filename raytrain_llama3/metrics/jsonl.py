@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from raytrain_llama3.messages import EvalRecord, StepRecord
-from raytrain_llama3.metrics.append import WholeAppends
-from raytrain_llama3.metrics.record import AttemptStart, Event, Item, RunFacts, Saved, StepMetrics, perplexity
+from raytrain_llama3.metrics.append import JsonLines
+from raytrain_llama3.metrics.record import (
+    AttemptStart,
+    Ended,
+    Event,
+    Fault,
+    Item,
+    Recovered,
+    RunFacts,
+    Saved,
+    StepMetrics,
+    perplexity,
+    saved_values,
+)
 
 FILE_NAME = "metrics.jsonl"
-_LONGEST_LINE_BYTES = 1 << 20
 
 
 class JsonlSink:
@@ -29,13 +37,10 @@ class JsonlSink:
     def __init__(self, folder: Path, facts: RunFacts) -> None:
         self._facts = facts
         self._attempt = 0
-        path = folder / FILE_NAME
-        if path.exists():
-            _cut_off_half_line(path)
-        self._file = WholeAppends(path)
+        self._file = JsonLines(folder / FILE_NAME)
 
     def write(self, item: Item) -> None:
-        """Append the line of `item`; intervals have none, since every step has its own."""
+        """Append the line of `item`; intervals have none, since every step has its own; faults are in events.jsonl."""
         match item:
             case AttemptStart():
                 self._attempt = item.attempt
@@ -46,11 +51,10 @@ class JsonlSink:
             case EvalRecord():
                 self._line("evaluation", item.finished_at, {**asdict(item), "perplexity": perplexity(item)})
             case Saved(record, at):
-                names = ("step", "samples", "path", "seconds")
-                self._line("save", at, {name: getattr(record, name) for name in names})
+                self._line("save", at, saved_values(record))
             case Event(text, at):
                 self._line("event", at, {"text": text})
-            case StepMetrics():
+            case StepMetrics() | Fault() | Recovered() | Ended():
                 pass
 
     def close(self) -> None:
@@ -58,20 +62,5 @@ class JsonlSink:
         self._file.close()
 
     def _line(self, kind: str, at: float, values: Mapping[str, object]) -> None:
-        own = {"kind": kind, "time": at, "attempt": self._attempt}
         others = {name: value for name, value in values.items() if name != "finished_at"}
-        self._file.write(json.dumps(_strict({**own, **others}), allow_nan=False).encode() + b"\n")
-
-
-def _strict(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {name: _strict(item) for name, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cut_off_half_line(path: Path) -> None:
-    """Remove what a killed driver left of its last line, so that the next line starts afresh."""
-    with path.open("r+b") as file:
-        start = max(file.seek(0, os.SEEK_END) - _LONGEST_LINE_BYTES, 0)
-        file.seek(start)
-        file.truncate(start + file.read(_LONGEST_LINE_BYTES).rfind(b"\n") + 1)
+        self._file.write(kind, at, self._attempt, others)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from raytrain_llama3.messages import EvalRecord, SaveRecord, StepRecord
+from raytrain_llama3.messages import EvalRecord, Failure, SaveRecord, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,67 @@ class Event:
     at: float = field(default_factory=time.time)
 
 
-Item = AttemptStart | StepRecord | StepMetrics | EvalRecord | Saved | Event
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An attempt failed; `decision` says for people what was done about it."""
+
+    failure: Failure
+    decision: str
+    at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The first step after a fault is done.
+
+    `phase_seconds`: detect, clear, place, start, load, first_step, and perhaps others, in the order in which they came.
+    `processes`: how many ranks' processes were `kept`, came from `standby`, or are `new`.
+    """
+
+    attempt: int
+    phase_seconds: dict[str, float]
+    lost_steps: int
+    """Steps finished before the fault that are trained again."""
+    resume_step: int
+    processes: dict[str, int]
+    goodput: float
+    """Of the run so far, the recovery included."""
+    at: float = field(default_factory=time.time)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the fault to the end of the first step after it."""
+        return sum(self.phase_seconds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """What a run's attempts, and the time between them, came to (`goodput.Ledger` says what each number means)."""
+
+    attempts: int = 0
+    faults: int = 0
+    """Without preemptions."""
+    preemptions: int = 0
+    """Nodes that died."""
+    lost_steps: int = 0
+    counted_s: float = 0.0
+    """Seconds of the steps that count."""
+    elapsed_s: float = 0.0
+    """Seconds since the run began."""
+    goodput: float = 0.0
+    """`counted_s` over `elapsed_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The run is over, and this is what the command ends with."""
+
+    exit_code: int
+    accounts: Accounts
+    at: float = field(default_factory=time.time)
+
+
+Item = AttemptStart | StepRecord | StepMetrics | EvalRecord | Saved | Event | Fault | Recovered | Ended
 
 
 class Sink(Protocol):
@@ -124,6 +184,14 @@ class Summary:
     tokens: int
     seconds: float
     tokens_per_s: float
+    attempts: int
+    faults: int
+    """Without preemptions."""
+    preemptions: int
+    """Nodes that died."""
+    lost_steps: int
+    goodput: float
+    """0 to 1: `goodput.Ledger` says of what."""
 
 
 def throughput(facts: RunFacts, tokens: int, seconds: float) -> Throughput:
@@ -168,3 +236,8 @@ def perplexity(record: EvalRecord) -> float:
         return math.exp(record.loss)
     except OverflowError:
         return math.inf
+
+
+def saved_values(record: SaveRecord) -> dict[str, object]:
+    """What files keep of a published checkpoint: its sidecar has the rest."""
+    return {"step": record.step, "samples": record.samples, "path": record.path, "seconds": record.seconds}

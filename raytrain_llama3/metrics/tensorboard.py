@@ -11,7 +11,17 @@ from typing import Any
 
 from raytrain_llama3.messages import EvalRecord, StepRecord
 from raytrain_llama3.metrics.append import WholeAppends
-from raytrain_llama3.metrics.record import AttemptStart, Event, Item, Saved, StepMetrics, perplexity
+from raytrain_llama3.metrics.record import (
+    AttemptStart,
+    Ended,
+    Event,
+    Fault,
+    Item,
+    Recovered,
+    Saved,
+    StepMetrics,
+    perplexity,
+)
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
@@ -44,6 +54,12 @@ def evaluation_scalars(record: EvalRecord) -> dict[str, float]:
     return {"lm loss validation": record.loss, "lm loss validation ppl": perplexity(record)}
 
 
+def recovery_scalars(item: Recovered) -> dict[str, float]:
+    """Tag and value of a recovery: seconds by phase and in all, steps lost, and the goodput so far."""
+    phases = {f"recovery/{name}": seconds for name, seconds in item.phase_seconds.items()}
+    return {**phases, "recovery/total": item.total_s, "lost-steps": item.lost_steps, "goodput": item.goodput}
+
+
 class TensorBoardSink:
     """Writes one event file into `folder`, each record on its way to the disk at once.
 
@@ -66,7 +82,7 @@ class TensorBoardSink:
         self._append(time.time(), file_version="brain.Event:2")
 
     def write(self, item: Item) -> None:
-        """Append the scalars of `item`; single steps and events have none."""
+        """Append the scalars of `item`; single steps, events, faults and the end have none."""
         match item:
             case AttemptStart():
                 # TensorBoard drops what earlier sessions wrote at this step or later: it is about to come again.
@@ -78,7 +94,10 @@ class TensorBoardSink:
                 self._scalars(item.finished_at, item.step, evaluation_scalars(item))
             case Saved(record, at):
                 self._scalars(at, record.step, {"save-checkpoint-time": record.seconds})
-            case StepRecord() | Event():
+            case Recovered():
+                # Not at a later step: the next attempt from the same checkpoint would have TensorBoard drop it.
+                self._scalars(item.at, item.resume_step, recovery_scalars(item))
+            case StepRecord() | Event() | Fault() | Ended():
                 pass
 
     def close(self) -> None:

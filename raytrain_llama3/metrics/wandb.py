@@ -7,8 +7,8 @@ from pathlib import Path
 
 from raytrain_llama3.errors import ConfigError
 from raytrain_llama3.messages import EvalRecord, StepRecord
-from raytrain_llama3.metrics.record import AttemptStart, Event, Item, Saved, StepMetrics
-from raytrain_llama3.metrics.tensorboard import evaluation_scalars, scalars
+from raytrain_llama3.metrics.record import AttemptStart, Ended, Event, Fault, Item, Recovered, Saved, StepMetrics
+from raytrain_llama3.metrics.tensorboard import evaluation_scalars, recovery_scalars, scalars
 
 
 class WandbSink:
@@ -43,7 +43,9 @@ class WandbSink:
                 self._run.log({"step": item.step, **evaluation_scalars(item)})
             case Saved(record):
                 self._run.log({"step": record.step, "save-checkpoint-time": record.seconds})
-            case AttemptStart() | StepRecord() | Event():
+            case Recovered():
+                self._run.log({"step": item.resume_step, **recovery_scalars(item)})
+            case AttemptStart() | StepRecord() | Event() | Fault() | Ended():
                 pass
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_llama3.errors import ConfigError
-from raytrain_llama3.messages import EvalRecord, SaveRecord, StepRecord
+from raytrain_llama3.messages import EvalRecord, Failure, FailureKind, SaveRecord, StepRecord
 from raytrain_llama3.metrics import RunFacts, Summary, open_metrics
-from raytrain_llama3.metrics.console import count, duration, loss, seconds, short
+from raytrain_llama3.metrics.console import count, duration, loss, seconds, short, summary_lines
 
 FACTS = RunFacts(
     train_steps=300,
@@ -142,13 +142,81 @@ def test_every_line_of_a_run_has_the_same_columns(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_of_this_process(tmp_path: Path) -> None:
-    with open_metrics(FACTS, tmp_path, io.StringIO(), None, None, {}) as metrics:
-        assert metrics.summary == Summary(None, None, None, 0, 0.0, 0.0)
+    now = [100.0]
+    with open_metrics(FACTS, tmp_path, io.StringIO(), None, None, {}, lambda: now[0]) as metrics:
+        assert metrics.summary == Summary(None, None, None, 0, 0.0, 0.0, 0, 0, 0, 0, 0.0)
         metrics.start_attempt(0, 15)
         metrics.step(step(16, loss=4.0))
         metrics.evaluation(EvalRecord(16, 3.5, 10, 0.1, 5.0))
         metrics.step(step(17, loss=3.0))
-    assert metrics.summary == Summary(4.0, 3.0, 3.5, 4550, 0.25, 18200.0)
+    now[0] += 0.5
+    assert metrics.summary == Summary(4.0, 3.0, 3.5, 4550, 0.25, 18200.0, 1, 0, 0, 0, 0.5)
+
+
+SUMMARY = Summary(4.0, 3.0, 3.5, 4550, 0.25, 18200.0, 1, 0, 0, 0, 0.873)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, []),
+        ({"attempts": 2, "faults": 1}, ["attempts     2: 1 fault, 0 preemptions, 0 lost steps"]),
+        (
+            {"attempts": 4, "faults": 2, "preemptions": 1, "lost_steps": 1},
+            ["attempts     4: 2 faults, 1 preemption, 1 lost step"],
+        ),
+    ],
+)
+def test_the_closing_table_tells_attempts_where_there_were_several(changes: dict[str, int], rows: list[str]) -> None:
+    assert summary_lines(replace(SUMMARY, **changes)) == [  # type: ignore[arg-type]
+        "loss         4.0000 at first, 3.0000 at last",
+        "validation   3.5000",
+        "speed        18,200 tokens/s over 4,550 tokens",
+        *rows,
+        "goodput      87.3 % of the time went into steps that count",
+    ]
+
+
+def test_a_run_that_ended_before_its_first_step_has_its_accounts_too() -> None:
+    empty = Summary(None, None, None, 0, 0.0, 0.0, 3, 3, 0, 0, 0.0)
+    assert summary_lines(empty) == [
+        "attempts     3: 3 faults, 0 preemptions, 0 lost steps",
+        "goodput      0.0 % of the time went into steps that count",
+    ]
+
+
+PHASES = {"detect": 0.1, "clear": 0.3, "place": 0.0, "start": 0.2, "load": 0.9, "first_step": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("phases", "lost_steps", "processes", "line"),
+    [
+        (
+            PHASES,
+            12,
+            {"kept": 3, "standby": 1, "new": 0},
+            "recovered in 2.1 s: detect 0.1, clear 0.3, place 0.0, start 0.2, load 0.9, first step 0.6; 12 steps are "
+            "trained again; 3 processes kept, 1 from standby",
+        ),
+        (
+            {"detect": 19.96, "wait": 40.0},
+            1,
+            {"kept": 0, "new": 1},
+            "recovered in 60.0 s: detect 20.0, wait 40.0; 1 step is trained again; 1 process new",
+        ),
+        ({"detect": 1.0}, 0, {}, "recovered in 1.0 s: detect 1.0; no step is trained again"),
+    ],
+)
+def test_one_line_for_each_recovery(
+    tmp_path: Path, phases: dict[str, float], lost_steps: int, processes: dict[str, int], line: str
+) -> None:
+    out = io.StringIO()
+    with open_metrics(FACTS, tmp_path, out, None, None, {}) as metrics:
+        metrics.fault(Failure(1, "10.0.0.7", FailureKind.DIED, "process died", 5, 0), "restart 1 of 3")
+        metrics.recovered(phases, lost_steps, 3, processes)
+        metrics.ended(0)
+    # The fault and the end are told by those who know more of them.
+    assert out.getvalue().splitlines() == [line]
 
 
 @contextmanager
@@ -177,7 +245,7 @@ def test_a_full_disk_costs_one_warning_for_each_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = lines(tmp_path / "file" / "logs", replace(FACTS, log_interval=1), step(1))
-    assert [line.startswith("warning: no metrics in") for line in found] == [True, True, False]
+    assert [line.startswith("warning: no metrics in") for line in found] == [True, True, True, False]
 
 
 def test_a_closed_terminal_does_not_end_training(tmp_path: Path) -> None:

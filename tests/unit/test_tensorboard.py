@@ -110,6 +110,23 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     assert read_as_server(tmp_path, "lm loss") == list(range(1, 11))
 
 
+def test_recoveries_have_scalars_that_later_attempts_leave_alone(tmp_path: Path) -> None:
+    now = [0.0]
+    with open_metrics(FACTS, tmp_path, io.StringIO(), None, None, {}, lambda: now[0]) as metrics:
+        first_run(metrics)
+        for attempt, now[0] in ((1, 10.0), (2, 20.0)):
+            metrics.start_attempt(attempt, 5)
+            metrics.step(step(6))
+            metrics.recovered({"detect": 0.5, "first_step": attempt}, 3, 5, {"kept": 2})
+    found = read(tmp_path)
+    assert found["recovery/detect"] == [(5, 0.5), (5, 0.5)]
+    assert found["recovery/first_step"] == [(5, 1.0), (5, 2.0)]
+    assert found["recovery/total"] == [(5, 1.5), (5, 2.5)]
+    assert found["lost-steps"] == [(5, 3.0), (5, 3.0)]
+    # Six steps of 0.125 s.
+    assert found["goodput"] == [(5, pytest.approx(0.075)), (5, pytest.approx(0.0375))]
+
+
 def test_a_point_is_there_at_once(tmp_path: Path) -> None:
     with opened(tmp_path) as metrics:
         metrics.step(step(1))

@@ -83,3 +83,5 @@ class RunPlan:
     """Exactly what is set in every rank's environment before it imports torch."""
     peak_flops: float | None
     """Dense peak of one device at this precision, FLOP/s, where the device is known."""
+    supply: DeviceSupply
+    """The devices that the plan was made for."""

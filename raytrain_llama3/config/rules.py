@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raytrain_llama3.config import env, estimate
@@ -45,7 +46,26 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
         mock_data=is_mock(config),
         worker_environment=env.for_workers(loaded.environ, supply.device, min(threads, 4) if world > 1 else threads),
         peak_flops=estimate.peak_flops(supply.device_name, config.dtype),
+        supply=supply,
     )
+
+
+def resize(plan: RunPlan, sizes: Sequence[int]) -> RunPlan:
+    """`plan` on nodes with `sizes` devices: the most data-parallel ranks that share the same global batch evenly.
+
+    Devices that are left over stay without a rank. Raises `ConfigError` when no number of ranks will do.
+    """
+    c, model = plan.config, plan.layout.tp * plan.layout.cp * plan.layout.pp
+    there = sum(sizes)
+    legal = [dp for dp in range(there // model, 0, -1) if not list(_world_problems(c, dp * model, [dp * model]))]
+    if not legal:
+        raise ConfigError(tuple(_world_problems(c, there, list(sizes))))
+    layout, left, used = _layout(c, legal[0] * model), legal[0] * model, []
+    _raise_if(list(_memory_problems(c, layout, plan.supply)))
+    for size in sizes:
+        used.append(min(size, left))
+        left -= used[-1]
+    return replace(plan, layout=layout, ranks_per_node=tuple(count for count in used if count))
 
 
 def check_anywhere(loaded: Loaded) -> None:
@@ -115,15 +135,24 @@ def _raise_if(problems: list[str]) -> None:
 
 
 def _nodes(config: Config, supply: DeviceSupply) -> list[int]:
-    """Devices on each of the nodes to use: all nodes, or the `num_nodes` largest."""
+    """Devices on each of the nodes to use: all nodes but the spare ones, or the `num_nodes` largest."""
     nodes = list(supply.per_node)
-    return nodes if config.num_nodes == "auto" else sorted(nodes, reverse=True)[: config.num_nodes]
+    if config.num_nodes == "auto" and not config.spare_nodes:
+        return nodes
+    count = len(nodes) - config.spare_nodes if config.num_nodes == "auto" else config.num_nodes
+    return sorted(nodes, reverse=True)[: max(count, 1)]
 
 
 def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], list[str]]:
     nodes, problems = _nodes(config, supply), []
     if config.num_nodes != "auto" and config.num_nodes > len(nodes):
-        problems.append(f"num_nodes {config.num_nodes} is more than the {len(nodes)} there are")
+        problems.append(f"num_nodes {config.num_nodes} is more than the {len(supply.per_node)} there are")
+    if config.num_nodes == "auto" and config.spare_nodes >= len(supply.per_node):
+        problems.append(f"spare_nodes {config.spare_nodes} leaves none of the {len(supply.per_node)} nodes to train on")
+    if config.elastic_min_nodes is not None and config.elastic_min_nodes > len(nodes):
+        problems.append(
+            f"elastic_min_nodes {config.elastic_min_nodes} is more than the {len(nodes)} nodes that are used at first"
+        )
     if config.gpus_per_node != "auto":
         nodes = [min(count, config.gpus_per_node) for count in nodes]
     return nodes, problems

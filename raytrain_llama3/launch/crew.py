@@ -13,7 +13,7 @@ from raytrain_llama3.errors import ClusterFormationError
 from raytrain_llama3.launch import failures, placement, process, reservation
 from raytrain_llama3.launch.process import RankProcess
 from raytrain_llama3.launch.reservation import RESOURCE, NoRoom, Reservation
-from raytrain_llama3.launch.session import Node, Session, end_pids
+from raytrain_llama3.launch.session import Session, end_pids
 from raytrain_llama3.messages import Failure, ProcessFacts, RankSpec
 
 _POLL_S = 0.5
@@ -97,6 +97,18 @@ class Crew:
                     placement.no_room(self._session.nodes(), self._plan, RESOURCE[self._plan.device])
                 )
             time.sleep(_POLL_S)
+
+    def prepare(self, plan: RunPlan, barred: Collection[str] = ()) -> bool:
+        """Hold what a larger `plan` needs beside what is in use, if it is free now; processes start with `refill`."""
+        chosen = placement.choose_nodes(self.room(barred), plan.ranks_per_node, self.held)
+        return chosen is not None and (chosen.keys() <= self.held or self._hold(chosen))
+
+    def start_note(self, used: Mapping[str, int]) -> str:
+        """What is about to start, in words."""
+        ranks, ready = sum(used.values()), sum(p.facts is not None for n in used for p in self._berths[n].idle)
+        if ready >= ranks:
+            return f"starting {ranks} ranks in processes that stand ready"
+        return f"starting {ranks} ranks, which takes some seconds" + (f" ({ready} stand ready)" if ready else "")
 
     def man(self, plan: RunPlan, used: Mapping[str, int], attempt: int) -> list[Member]:
         """A process for each rank, everything imported: kept from the last attempt, standing by, or a new one.
@@ -208,9 +220,7 @@ class Crew:
     def _start(self, berth: _Berth, origin: str, name: str = "standby") -> RankProcess:
         number = next(self._numbers)
         log = self._plan.paths.logs / "starting" / f"{berth.reservation.node.ip}_{number}.log"
-        started = process.start(
-            self._worker_class, self._plan, berth.reservation, f"{name}/{number}/{self._name}", log
-        )
+        started = process.start(self._worker_class, self._plan, berth.reservation, f"{name}/{number}/{self._name}", log)
         started.origin = origin
         return started
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from raytrain_llama3.errors import RankError
@@ -67,34 +68,28 @@ def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None
             detect_s=max(now - cause.at, 0.0),
         )
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return _with(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{_in_one_line(error)} ({_MEMORY_REMEDY})")
+        return replace(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{_in_one_line(error)} ({_MEMORY_REMEDY})")
     if isinstance(error, ray.exceptions.NodeDiedError):
-        return _with(failure, kind=FailureKind.NODE_DIED)
+        return replace(failure, kind=FailureKind.NODE_DIED)
     if isinstance(error, ray.exceptions.RayActorError):
         return _died(failure, error, pid)
     return failure
-
-
-def _with(failure: Failure, **changes: object) -> Failure:
-    from dataclasses import replace
-
-    return replace(failure, **changes)  # type: ignore[arg-type]
 
 
 def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
     notes = [match[1] for line in failure.log_tail if (match := _FATAL.search(line))]
     who = "the process" if pid is None else f"process {pid}"
     if notes:
-        return _with(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
+        return replace(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
     text = str(error)
     if "OOM" in text and "memory monitor" in text.lower():
-        return _with(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
+        return replace(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
     said = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
     detail = f" ({said[0]})" if said else ""
     return _with(
         failure,
         kind=FailureKind.DIED,
-        error=f"{who} ended without a word{detail}: killed (SIGKILL, perhaps for want of memory), or it left on its own",
+        error=f"{who} ended without a word{detail}: killed (perhaps for want of memory), or it left by itself",
     )
 
 

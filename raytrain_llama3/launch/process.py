@@ -32,6 +32,11 @@ class RankProcess:
     pulse: Any = field(default=None)
     """A question that was asked some time ago, of a process that stands by."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether this attempt had to wait for its imports."""
+        return self.origin == "new"
+
     def control(self, method: str, *arguments: object) -> Any:
         """Ask on a thread of its own, whatever the process is doing; returns a reference."""
         return getattr(self.actor, method).options(concurrency_group=CONTROL).remote(*arguments)
@@ -105,5 +110,3 @@ def wait_gone(pids: dict[RankProcess, list[int]], patience_s: float) -> list[int
         with contextlib.suppress(ray.exceptions.RayError):
             left += ray.get(ref)
     return left
-
-

@@ -56,9 +56,7 @@ class Reservation:
         """Ray's scheduling strategy for an actor on this node, in a certain bundle or in any."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        return PlacementGroupSchedulingStrategy(
-            placement_group=self.group, placement_group_bundle_index=bundle
-        )
+        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
 
 
 def reserve(wanted: Sequence[tuple[Node, int]], device: Device, name: str, timeout_s: float) -> list[Reservation]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from typing import Any
 
 import psutil
 
@@ -34,7 +35,7 @@ class Links:
         return sum(_shut(c.fd, ports) for c in present if c.status != psutil.CONN_LISTEN and c.laddr.port in ports)
 
 
-def _connections() -> list[psutil._common.sconn]:
+def _connections() -> list[Any]:
     return [c for c in psutil.Process().net_connections("tcp") if c.fd >= 0]
 
 

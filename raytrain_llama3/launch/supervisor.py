@@ -185,8 +185,10 @@ class Supervisor:
         self._history.add(failure)
         match decision:
             case recovery.Stop(error):
+                self._metrics.fault(failure, f"stop: {error}")
                 raise error
             case recovery.Restart(why):
+                self._metrics.fault(failure, why)
                 self._metrics.event(why)
                 self._remove_own_wrecks()
 

@@ -58,7 +58,7 @@ def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None
     )
     cause = _cause(error)
     if isinstance(cause, RankError):
-        return _with(
+        return replace(
             failure,
             kind=FailureKind(cause.kind),
             error=str(cause),
@@ -86,10 +86,10 @@ def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
         return replace(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
     said = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
     detail = f" ({said[0]})" if said else ""
-    return _with(
+    return replace(
         failure,
         kind=FailureKind.DIED,
-        error=f"{who} ended without a word{detail}: killed (perhaps for want of memory), or it left by itself",
+        error=f"{who} ended without a word{detail}: killed (for want of memory?), or it left by itself",
     )
 
 

@@ -108,6 +108,7 @@ def test_a_killed_rank_is_restarted_from_the_checkpoint(sandbox: Sandbox) -> Non
     assert command.wait() == 0, command.output
     assert "process died" in command.output
     assert "restart 1 of 3" in command.output
+    assert "attempts     2: 1 fault, 0 preemptions" in command.output
     steps = records(sandbox.work / "tensorboard_logs" / "demo", "step")
     attempts = {attempt: [s["step"] for s in steps if s["attempt"] == attempt] for attempt in (0, 1)}
     assert attempts[1] == list(range(attempts[1][0], 401))

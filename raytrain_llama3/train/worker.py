@@ -6,6 +6,7 @@ A plain class, importable without torch: `launch.gang` turns it into a Ray actor
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import platform
@@ -22,10 +23,15 @@ import psutil
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
+from raytrain_llama3.train.faults import PlainWords
 from raytrain_llama3.train.reporter import Reporter
+from raytrain_llama3.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+
+_STDERR = 2
 
 
 class TrainWorker:
@@ -33,7 +39,7 @@ class TrainWorker:
 
     def __init__(self) -> None:
         self._reporter = Reporter()
-        self._stop = threading.Event()
+        self._stop = StopRequest()
         self._store: TCPStore | None = None
         self._facts: ProcessFacts | None = None
 
@@ -43,21 +49,30 @@ class TrainWorker:
         # Before torch is imported: it and what it loads read the environment once.
         env.apply(environment, remove)
         _redirect_output(Path(log_path))
+        # Ray's own names the thread that crashed and no other.
+        faulthandler.enable(file=_STDERR, all_threads=True)
         started = time.monotonic()
-        from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
+        with PlainWords():
+            from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
 
-        self._facts = _facts(time.monotonic() - started)
+            self._facts = _facts(time.monotonic() - started)
         return self._facts
 
     def open_store(self, host: str, port: int, timeout_minutes: float = 60.0) -> int:
         """Rank 0 only: open the attempt's `TCPStore` and return its port (bound first, told afterwards)."""
-        from raytrain_llama3.train.process import host_store
+        with PlainWords():
+            from raytrain_llama3.train.process import host_store
 
-        self._store = host_store(host, port, timeout_minutes)
+            self._store = host_store(host, port, timeout_minutes)
         return int(self._store.port)
 
     def run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
-        """Train as `spec` until the end. Raises `RaytrainError` where the cause is known."""
+        """Train as `spec` until the end. Raises `RankError`, whatever the cause."""
+        with PlainWords(plan):
+            return self._run(plan, spec, rendezvous, resume)
+
+    def _run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
+        """In a frame of its own, which can be cleared once it is left."""
         from raytrain_llama3.train.loop import train
         from raytrain_llama3.train.process import open_process
 
@@ -67,21 +82,17 @@ class TrainWorker:
         self._reporter.begin(spec.rank)
         self._stop.clear()
         self._reporter.enter(Phase.PROCESS_GROUP)
-        try:
-            with open_process(plan, spec, rendezvous, self._facts, self._store) as process:
-                return train(plan, process, resume, self._reporter, self._stop, self._facts.versions)
-        except BaseException:
-            # The driver gets the exception; the rank's own log keeps it even if the driver is gone.
-            traceback.print_exc()
-            raise
+        planned = tuple(f for f in plan.config.rehearse_faults if (f.attempt, f.rank) == (spec.attempt, spec.rank))
+        with open_process(plan, spec, rendezvous, self._facts, self._store) as process:
+            return train(plan, process, resume, self._reporter, self._stop, self._facts.versions, planned)
 
     def poll(self) -> WorkerReport:
         """Where this rank is and what happened since the last poll."""
         return self._reporter.poll()
 
-    def request_stop(self) -> None:
-        """End at the next step boundary: all ranks agree there, save, and `run` returns."""
-        self._stop.set()
+    def request_stop(self, save: bool = True) -> None:
+        """End at the next step boundary: all ranks agree there, save if no rank was asked not to, and `run` returns."""
+        self._stop.ask(save=save)
 
     def stacks(self) -> str:
         """The Python stack of every thread of this process."""

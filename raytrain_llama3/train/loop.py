@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -29,7 +30,7 @@ from raytrain_llama3.messages import (
     SaveRecord,
     StepRecord,
 )
-from raytrain_llama3.train.model import build_model
+from raytrain_llama3.train.model import build_model, forget_tables
 from raytrain_llama3.train.optimizer import build_optimizer, build_schedule
 from raytrain_llama3.train.process import Process, reseed
 from raytrain_llama3.train.profiler import Profiler
@@ -55,19 +56,19 @@ def train(
 
     `planned` are the faults that this rank is to suffer in this attempt.
     """
-    reporter.enter(Phase.MODEL)
-    loop = TrainingLoop(plan, process, reporter, stop, versions)
-    if resume is not None:
-        reporter.enter(Phase.LOAD)
-        loop.load(Path(resume.path))
-    reporter.enter(Phase.FIRST_STEP)
-    if planned:
-        with loop.rehearsing(planned):
-            result = loop.run()
-    else:
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_tables)
+        reporter.enter(Phase.MODEL)
+        loop = TrainingLoop(plan, process, reporter, stop, versions)
+        if resume is not None:
+            reporter.enter(Phase.LOAD)
+            loop.load(Path(resume.path))
+        reporter.enter(Phase.FIRST_STEP)
+        if planned:
+            stack.enter_context(loop.rehearsing(planned))
         result = loop.run()
-    reporter.enter(Phase.DONE)
-    return result
+        reporter.enter(Phase.DONE)
+        return result
 
 
 class TrainingLoop:

@@ -49,7 +49,7 @@ def save(
         clear_partial(path)
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    _gather_weights(chunks)
+    gather_weights(chunks)
     with _as_checkpoint_error(path, "cannot be written"):
         with whole_masters(optimizer):
             state = _sharded_state(chunks, optimizer, is_loading=False)
@@ -98,7 +98,7 @@ def _as_checkpoint_error(path: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: {what}: {reason}; {free:.2f} GiB are free there") from error
 
 
-def _gather_weights(chunks: list[DistributedDataParallel]) -> None:
+def gather_weights(chunks: list[DistributedDataParallel]) -> None:
     """With overlapped gathering a step leaves other ranks' shards of the weights for the next forward pass to fetch."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,13 +20,25 @@ from raytrain_llama3.data.feed import micro_batches
 from raytrain_llama3.data.order import SampleOrder
 from raytrain_llama3.data.source import Tokens, TokenSource
 from raytrain_llama3.errors import NonFiniteError
-from raytrain_llama3.messages import EndReason, EvalRecord, Phase, RankResult, ResumePoint, SaveRecord, StepRecord
-from raytrain_llama3.train.model import build_model
+from raytrain_llama3.messages import (
+    EndReason,
+    EvalRecord,
+    Phase,
+    PlannedFault,
+    RankResult,
+    ResumePoint,
+    SaveRecord,
+    StepRecord,
+)
+from raytrain_llama3.train.model import build_model, forget_tables
 from raytrain_llama3.train.optimizer import build_optimizer, build_schedule
 from raytrain_llama3.train.process import Process, reseed
 from raytrain_llama3.train.profiler import Profiler
+from raytrain_llama3.train.rehearsal import Rehearsal
+from raytrain_llama3.train.replicas import Replicas
 from raytrain_llama3.train.reporter import Reporter
 from raytrain_llama3.train.step import StepOutcome, Stepper
+from raytrain_llama3.train.stop import StopRequest, Votes
 
 _GC_INTERVAL_STEPS = 100
 
@@ -36,26 +48,34 @@ def train(
     process: Process,
     resume: ResumePoint | None,
     reporter: Reporter,
-    stop: threading.Event,
+    stop: StopRequest,
     versions: dict[str, str],
+    planned: Sequence[PlannedFault] = (),
 ) -> RankResult:
-    """Build the model, load `resume` if there is one, and train to the end. Collective over all ranks."""
-    reporter.enter(Phase.MODEL)
-    loop = TrainingLoop(plan, process, reporter, stop, versions)
-    if resume is not None:
-        reporter.enter(Phase.LOAD)
-        loop.load(Path(resume.path))
-    reporter.enter(Phase.FIRST_STEP)
-    result = loop.run()
-    reporter.enter(Phase.DONE)
-    return result
+    """Build the model, load `resume` if there is one, and train to the end. Collective over all ranks.
+
+    `planned` are the faults that this rank is to suffer in this attempt.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_tables)
+        reporter.enter(Phase.MODEL)
+        loop = TrainingLoop(plan, process, reporter, stop, versions)
+        if resume is not None:
+            reporter.enter(Phase.LOAD)
+            loop.load(Path(resume.path))
+        reporter.enter(Phase.FIRST_STEP)
+        if planned:
+            stack.enter_context(loop.rehearsing(planned))
+        result = loop.run()
+        reporter.enter(Phase.DONE)
+        return result
 
 
 class TrainingLoop:
     """State of a run in progress: the model, and how many steps and samples it has seen."""
 
     def __init__(
-        self, plan: RunPlan, process: Process, reporter: Reporter, stop: threading.Event, versions: dict[str, str]
+        self, plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest, versions: dict[str, str]
     ) -> None:
         self._plan, self._process, self._reporter, self._stop = plan, process, reporter, stop
         self._versions = versions
@@ -70,8 +90,10 @@ class TrainingLoop:
         self._saved_step: int | None = None
         self._evaluated_step: int | None = None
         self._nonfinite_steps = 0
-        self._is_stopping = False
+        self._agreed = Votes()
         self._first = True
+        self._replicas = self._replicas_to_compare()
+        self._rehearsal: Rehearsal | None = None
         self._profiler = Profiler(plan, process)
 
     def load(self, path: Path) -> None:
@@ -84,21 +106,29 @@ class TrainingLoop:
             for line in differences(read_sidecar(path), self._sidecar()):
                 self._reporter.add(f"resuming {path.name}: {line}")
 
+    def rehearsing(self, planned: Sequence[PlannedFault]) -> Rehearsal:
+        """Let `planned` strike while `run` is in the block."""
+        self._rehearsal = Rehearsal(planned, self._chunks)
+        return self._rehearsal
+
     def run(self) -> RankResult:
         """Train until the target, the time limit or a request to stop; evaluate and save on the way and at the end."""
         if self._plan.config.manual_gc:
             gc.disable()
         reason = EndReason.TARGET
         while not self._is_at_target():
-            ended = _end_reason(self._one_step())
-            self._evaluate_if_due(self._plan.config.eval_interval, unless=ended)
-            if ended or self._is_stopping:
-                reason = ended or EndReason.STOP
+            self._one_step()
+            if not _end_reason(self._agreed):
+                self._evaluate_if_due(self._plan.config.eval_interval)
+            if not _end_reason(self._agreed) and self._save_if_due(self._plan.config.save_interval):
+                # Asked to stop while it saved: another step would only be lost.
+                self._agreed = self._stepper.agree(self._stop.votes())
+            if ended := _end_reason(self._agreed):
+                reason = ended
                 break
-            self._save_if_due(self._plan.config.save_interval)
         if reason is EndReason.TARGET and self._plan.config.eval_interval:
             self._evaluate_if_due(1)
-        if self._plan.config.save_at_end:
+        if self._plan.config.save_at_end and not self._agreed.unsaved:
             self._save_if_due(1)
         return RankResult(self._process.rank, self._step, self._samples, reason, self._saved_step)
 
@@ -108,8 +138,10 @@ class TrainingLoop:
             return self._step >= self._plan.config.train_iters
         return self._samples + self._plan.layout.global_batch_size > self._plan.config.train_samples
 
-    def _one_step(self) -> StepOutcome:
+    def _one_step(self) -> None:
         self._profiler.before_step(self._step + 1)
+        if self._rehearsal is not None:
+            self._rehearsal.before_step(self._step + 1)
         started = time.perf_counter()
         if self._plan.config.hidden_dropout or self._plan.config.attention_dropout:
             reseed(self._plan.config.seed, self._step)
@@ -117,8 +149,11 @@ class TrainingLoop:
         ends_at = self._plan.ends_at
         late = self._process.rank == 0 and ends_at is not None and time.time() > ends_at
         outcome = self._stepper.train(
-            self._batches(self._sources.train, self._order, self._samples), stop=self._stop.is_set(), late=late
+            self._batches(self._sources.train, self._order, self._samples),
+            self._stop.votes(late=late),
+            self._compare_in_step if self._replicas else None,
         )
+        self._agreed = outcome.votes
         self._step += 1
         self._samples += self._plan.layout.global_batch_size
         # Also after a step that left the weights alone: the learning rate is a function of the samples seen.
@@ -129,7 +164,18 @@ class TrainingLoop:
         self._empty_cache(2)
         if self._plan.config.manual_gc and self._step % _GC_INTERVAL_STEPS == 0:
             gc.collect()
-        return outcome
+
+    def _replicas_to_compare(self) -> Replicas | None:
+        has_replicas = self._plan.layout.dp * self._plan.layout.cp > 1
+        if not (self._plan.config.replica_check_interval and has_replicas):
+            return None
+        return Replicas(self._process, self._chunks, self._optimizer)
+
+    def _compare_in_step(self, loss_is_finite: bool) -> None:
+        """Where it is due; before a step that is saved; and where a flipped bit may be why there is no finite loss."""
+        step, intervals = self._step + 1, (self._plan.config.replica_check_interval, self._plan.config.save_interval)
+        if self._replicas and (not loss_is_finite or any(i and step % i == 0 for i in intervals)):
+            self._replicas.compare(step)
 
     def _empty_cache(self, level: int) -> None:
         if self._plan.device == "cuda" and self._plan.config.empty_unused_memory_level >= level:
@@ -140,6 +186,7 @@ class TrainingLoop:
             self._reporter.enter(Phase.TRAIN)
             self._first = False
         self._reporter.at_step(self._step)
+        self._reporter.worked(outcome.own_s, seconds)
         if self._process.rank == 0:
             self._reporter.add(
                 StepRecord(
@@ -170,8 +217,8 @@ class TrainingLoop:
                 f"{self._samples}"
             )
 
-    def _evaluate_if_due(self, interval: int, unless: EndReason | None = None) -> None:
-        if not unless and interval and self._step % interval == 0 and self._evaluated_step != self._step:
+    def _evaluate_if_due(self, interval: int) -> None:
+        if interval and self._step % interval == 0 and self._evaluated_step != self._step:
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -182,8 +229,9 @@ class TrainingLoop:
         rounds = max(1, min(self._plan.config.eval_iters, len(self._sources.valid) // batch_size))
         for i in range(rounds):
             batches = self._batches(self._sources.valid, self._eval_order, i * batch_size)
-            batch_total, batch_tokens, self._is_stopping = self._stepper.evaluate(batches, stop=self._stop.is_set())
-            if self._is_stopping:
+            batch_total, batch_tokens, self._agreed = self._stepper.evaluate(batches, self._stop.votes())
+            self._reporter.at_round()
+            if self._agreed.stop:
                 # What is asked for now is a checkpoint, in little time: half an evaluation is worth nothing.
                 self._reporter.enter(Phase.TRAIN)
                 return
@@ -196,21 +244,25 @@ class TrainingLoop:
         self._empty_cache(1)
         self._reporter.enter(Phase.TRAIN)
 
-    def _save_if_due(self, interval: int) -> None:
-        if not interval or self._step % interval:
-            return
+    def _save_if_due(self, interval: int) -> bool:
+        """Whether it was due and there is now a checkpoint of this step that was not there before."""
+        if not interval or self._step % interval or self._step in (0, self._saved_step):
+            return False
         if self._nonfinite_steps:
             # Weights that give no finite loss must not take the place of a good checkpoint.
             self._reporter.add(f"step {self._step} is not saved: its loss or gradient norm was not finite")
-        else:
-            self._save()
+            return False
+        self._save()
+        return True
 
     def _save(self) -> None:
-        if self._saved_step == self._step or self._step == 0:
-            return
         self._reporter.enter(Phase.SAVE)
         started = time.perf_counter()
         path = iteration_path(self._plan.paths.checkpoints, self._step)
+        if self._replicas:
+            # Also after the update: any replica's copy may be the one that is written.
+            torch_dist.gather_weights(self._chunks)
+            self._replicas.compare(self._step)
         torch_dist.save(path, self._step, self._samples, self._chunks, self._optimizer)
         self._saved_step = self._step
         if self._process.rank == 0:
@@ -240,7 +292,7 @@ class TrainingLoop:
         return micro_batches(source, order, first_sample, self._plan.layout, self._process.dp_rank)
 
 
-def _end_reason(outcome: StepOutcome) -> EndReason | None:
-    if outcome.stop_votes:
+def _end_reason(agreed: Votes) -> EndReason | None:
+    if agreed.stop:
         return EndReason.STOP
-    return EndReason.DURATION if outcome.late_votes else None
+    return EndReason.DURATION if agreed.late else None

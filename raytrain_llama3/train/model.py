@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -37,6 +38,16 @@ def build_model(plan: RunPlan, process: Process) -> list[DistributedDataParallel
     wrapped = [_wrap(plan, process, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
     _connect(plan, config, wrapped)
     return wrapped
+
+
+def forget_tables() -> None:
+    """Let models go that were built before: Megatron-core 0.19 caches each table of rotary positions beside its module.
+
+    That module's hooks know the data-parallel wrapper, so the whole model and its optimizer would stay.
+    """
+    for method in vars(RotaryEmbedding).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 def transformer_config(plan: RunPlan) -> TransformerConfig:

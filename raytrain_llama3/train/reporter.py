@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from raytrain_llama3.messages import EvalRecord, Phase, SaveRecord, StepRecord, WorkerReport
+from raytrain_llama3.messages import EvalRecord, Phase, SaveRecord, StepRecord, Work, WorkerReport
 
 
 class Reporter:
@@ -17,6 +17,8 @@ class Reporter:
         self._phase = Phase.START
         self._since = time.monotonic()
         self._step = 0
+        self._moves = 0
+        self._work: Work | None = None
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
         self._saves: list[SaveRecord] = []
@@ -26,7 +28,7 @@ class Reporter:
     def begin(self, rank: int) -> None:
         """Start a new attempt as `rank`: what an earlier one left unread is dropped."""
         with self._lock:
-            self._rank, self._step = rank, 0
+            self._rank, self._step, self._work = rank, 0, None
             self._steps, self._evals, self._saves, self._warnings = [], [], [], []
             self._phase, self._since, self._seconds = Phase.START, time.monotonic(), {}
 
@@ -41,10 +43,24 @@ class Reporter:
         with self._lock:
             self._seconds[self._phase.value] = self._seconds.get(self._phase.value, 0.0) + now - self._since
             self._phase, self._since = phase, now
+            self._moves += 1
 
     def at_step(self, step: int) -> None:
-        """Count a finished step (every rank does: the driver watches that the count moves)."""
-        self._step = step
+        """Count a finished step (every rank does: the driver watches that it moves)."""
+        with self._lock:
+            self._step = step
+            self._moves += 1
+
+    def at_round(self) -> None:
+        """Count a finished evaluation round."""
+        with self._lock:
+            self._moves += 1
+
+    def worked(self, own_s: float, step_s: float) -> None:
+        """Add one step's seconds, and of these this rank's own work, to what the next poll takes."""
+        with self._lock:
+            so_far = self._work or Work(0, 0.0, 0.0)
+            self._work = Work(so_far.steps + 1, so_far.own_s + own_s, so_far.step_s + step_s)
 
     def add(self, record: StepRecord | EvalRecord | SaveRecord | str) -> None:
         """Queue a record, or a warning as text, for the next poll."""
@@ -66,6 +82,8 @@ class Reporter:
                 rank=self._rank,
                 phase=self._phase,
                 step=self._step,
+                moves=self._moves,
+                work=self._work,
                 steps=tuple(self._steps),
                 evals=tuple(self._evals),
                 saves=tuple(self._saves),
@@ -73,4 +91,5 @@ class Reporter:
                 phase_seconds=dict(self._seconds),
             )
             self._steps, self._evals, self._saves, self._warnings = [], [], [], []
+            self._work = None
             return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data.source import Tokens
 from raytrain_llama3.train.optimizer import apply
+from raytrain_llama3.train.own_work import OwnWork
 from raytrain_llama3.train.process import Process
+from raytrain_llama3.train.stop import Votes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,9 @@ class StepOutcome:
     tokens: int
     grad_norm: float
     applied: bool
-    stop_votes: int
-    late_votes: int
+    votes: Votes
+    own_s: float
+    """Not agreed: this rank's own work, seconds."""
 
 
 class Stepper:
@@ -44,39 +47,51 @@ class Stepper:
         self._schedule = get_forward_backward_func()
         # Llama3 has rotary positions; the argument is there for learned ones and is the same for every batch.
         self._positions = torch.arange(plan.config.seq_length, device=process.device)[None]
+        self._own = OwnWork(chunks, on_gpu=plan.device == "cuda")
 
-    def train(self, batches: Iterator[Tokens], *, stop: bool, late: bool) -> StepOutcome:
+    def train(
+        self, batches: Iterator[Tokens], votes: Votes, before_update: Callable[[bool], None] | None = None
+    ) -> StepOutcome:
         """One optimizer step over `num_micro_batches` arrays `[micro_batch, seq_length + 1]` from `batches`.
 
-        `stop` and `late` are this rank's votes to end after this step, because it was asked to or because its time
-        is over; the votes travel with the loss.
+        `votes` are this rank's; they travel with the loss. `before_update` is called on all ranks, with whether the
+        loss is finite, when the weights are still those that made the gradients.
         """
+        self._own.start()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = self._run(batches, forward_only=False)
-        total, tokens, stops, lates = self._agree(losses, stop=stop, late=late)
-        update = apply(self._optimizer, self._plan.config.clip_grad, loss_is_finite=math.isfinite(total))
-        return StepOutcome(
-            total / max(tokens, 1), int(tokens), update.grad_norm, update.applied, int(stops), int(lates)
-        )
+        total, tokens, agreed = self._agree(losses, votes)
+        # The loss is there, so the forward passes are over: reading their events waits for nothing.
+        own_s = self._own.seconds()
+        is_finite = math.isfinite(total)
+        if before_update is not None:
+            before_update(is_finite)
+        update = apply(self._optimizer, self._plan.config.clip_grad, loss_is_finite=is_finite)
+        return StepOutcome(total / max(tokens, 1), tokens, update.grad_norm, update.applied, agreed, own_s)
 
-    def evaluate(self, batches: Iterator[Tokens], *, stop: bool) -> tuple[float, int, bool]:
+    def evaluate(self, batches: Iterator[Tokens], votes: Votes) -> tuple[float, int, Votes]:
         """Sum of the loss (nats) and number of tokens over one global batch, without touching the weights.
 
-        The third value is whether any rank voted to `stop`.
+        The third value is all ranks' votes.
         """
+        self._own.start()
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad():
             losses = self._run(batches, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
-        total, tokens, stops, _ = self._agree(losses, stop=stop, late=False)
-        return total, int(tokens), stops > 0
+        return self._agree(losses, votes)
+
+    def agree(self, votes: Votes) -> Votes:
+        """All ranks' votes, outside a step. Collective."""
+        return self._agree([], votes)[2]
 
     def _run(self, batches: Iterator[Tokens], *, forward_only: bool) -> list[Tensor]:
         c, layout = self._plan.config, self._plan.layout
+        batches = self._own.fetched(batches)
         # With virtual stages every chunk walks the same micro-batches in its own time.
         iterators: Any = _each_its_own(batches, len(self._chunks)) if len(self._chunks) > 1 else batches
         return list(
@@ -97,20 +112,21 @@ class Stepper:
         batch = {"tokens": window[:, :-1], "labels": window[:, 1:], "positions": self._positions}
         if self._plan.layout.cp > 1:
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._process.cp_group)
-        output = model(
-            batch["tokens"].contiguous(), batch["positions"], attention_mask=None, labels=batch["labels"].contiguous()
-        )
+        tokens, labels = batch["tokens"].contiguous(), batch["labels"].contiguous()
+        with self._own.forward():
+            output = model(tokens, batch["positions"], attention_mask=None, labels=labels)
         return output, _per_token_loss
 
-    def _agree(self, losses: list[Tensor], *, stop: bool, late: bool) -> list[float]:
-        """Sum (loss, tokens, stop votes, late votes) over all ranks in one small all-reduce."""
-        mine = torch.zeros(4, dtype=torch.float64, device=self._process.device)
+    def _agree(self, losses: list[Tensor], votes: Votes) -> tuple[float, int, Votes]:
+        """Sum loss, tokens and votes over all ranks in one small all-reduce."""
+        mine = torch.zeros(5, dtype=torch.float64, device=self._process.device)
         if losses and self._process.tp_rank == 0:
             # Ranks of one tensor-parallel group hold the same loss: one of them speaks.
             mine[:2] = torch.stack(losses).sum(dim=0, dtype=torch.float64)
-        mine[2:] = torch.tensor([float(stop), float(late)])
+        mine[2:] = torch.tensor([votes.stop, votes.late, votes.unsaved], dtype=torch.float64)
         dist.all_reduce(mine)
-        return [float(x) for x in mine.tolist()]
+        total, tokens, *counts = mine.tolist()
+        return float(total), int(tokens), Votes(*map(int, counts))
 
 
 def _per_token_loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

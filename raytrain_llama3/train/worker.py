@@ -7,6 +7,7 @@ A plain class, importable without torch: `launch.gang` turns it into a Ray actor
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -25,8 +26,10 @@ import psutil
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
+from raytrain_llama3.train.faults import PlainWords
 from raytrain_llama3.train.links import Links
 from raytrain_llama3.train.reporter import Reporter
+from raytrain_llama3.train.stop import StopRequest
 
 _TAIL_LINES = 20
 
@@ -34,12 +37,15 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
+_STDERR = 2
+
+
 class TrainWorker:
     """One rank's process, for one attempt after another."""
 
     def __init__(self) -> None:
         self._reporter = Reporter()
-        self._stop = threading.Event()
+        self._stop = StopRequest()
         self._store: TCPStore | None = None
         self._facts: ProcessFacts | None = None
         self._links = Links()
@@ -50,24 +56,33 @@ class TrainWorker:
         # Before torch is imported: it and what it loads read the environment once.
         env.apply(environment, remove)
         _redirect_output(Path(log_path))
+        # Ray's own names the thread that crashed and no other.
+        faulthandler.enable(file=_STDERR, all_threads=True)
         started = time.monotonic()
-        from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
+        with PlainWords():
+            from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
 
-        self._facts = _facts(time.monotonic() - started)
-        # What was imported stays: collecting garbage need not look at it again.
+            self._facts = _facts(time.monotonic() - started)
+        # What was imported stays: the collector need not look through it again (half a second each time).
         gc.freeze()
         self._reporter.enter(Phase.START)
         return self._facts
 
     def open_store(self, host: str, port: int, timeout_minutes: float = 60.0) -> int:
         """Rank 0 only: open the attempt's `TCPStore` and return its port (bound first, told afterwards)."""
-        from raytrain_llama3.train.process import host_store
+        with PlainWords():
+            from raytrain_llama3.train.process import host_store
 
-        self._store = host_store(host, port, timeout_minutes)
+            self._store = host_store(host, port, timeout_minutes)
         return int(self._store.port)
 
     def run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
-        """Train as `spec` until the end. Raises `RaytrainError` where the cause is known."""
+        """Train as `spec` until the end. Raises `RankError`, whatever the cause."""
+        with PlainWords(plan):
+            return self._run(plan, spec, rendezvous, resume)
+
+    def _run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
+        """In a frame of its own, which can be cleared once it is left."""
         from raytrain_llama3.train.loop import train
         from raytrain_llama3.train.process import open_process
 
@@ -79,21 +94,17 @@ class TrainWorker:
         self._links.before_opening()
         self._stop.clear()
         self._reporter.enter(Phase.PROCESS_GROUP)
-        try:
-            with open_process(plan, spec, rendezvous, self._facts, self._store) as process:
-                return train(plan, process, resume, self._reporter, self._stop, self._facts.versions)
-        except BaseException:
-            # The driver gets the exception; the rank's own log keeps it even if the driver is gone.
-            traceback.print_exc()
-            raise
+        planned = tuple(f for f in plan.config.rehearse_faults if (f.attempt, f.rank) == (spec.attempt, spec.rank))
+        with open_process(plan, spec, rendezvous, self._facts, self._store) as process:
+            return train(plan, process, resume, self._reporter, self._stop, self._facts.versions, planned)
 
     def poll(self) -> WorkerReport:
         """Where this rank is and what happened since the last poll."""
         return self._reporter.poll()
 
-    def request_stop(self) -> None:
-        """End at the next step boundary: all ranks agree there, save, and `run` returns."""
-        self._stop.set()
+    def request_stop(self, save: bool = True) -> None:
+        """End at the next step boundary: all ranks agree there, save if no rank was asked not to, and `run` returns."""
+        self._stop.ask(save=save)
 
     def let_go(self) -> None:
         """Break the connections to the other ranks, so that a collective that waits for a lost one ends."""

@@ -18,12 +18,13 @@ from raytrain_llama3.train.model import build_model
 from raytrain_llama3.train.optimizer import build_optimizer
 from raytrain_llama3.train.process import host_store, open_process
 from raytrain_llama3.train.step import Stepper
+from raytrain_llama3.train.stop import Votes
 
 
 def test_first_loss_and_gradient_norm_agree(tmp_path: Path) -> None:
     run_plan = plan(tmp_path, "--dtype", "fp32", "--init-method-std", "0.05")
     c, layout = run_plan.config, run_plan.layout
-    facts = ProcessFacts(0, "here", {}, 0.0)
+    facts = ProcessFacts(0, "here", {}, 0.0, 0.0)
     store = host_store("127.0.0.1", 0, 1)
     train = open_sources(run_plan).train
     batches = list(micro_batches(train, SampleOrder(c.seed, len(train)), 0, layout, 0))
@@ -31,9 +32,7 @@ def test_first_loss_and_gradient_norm_agree(tmp_path: Path) -> None:
         chunks = build_model(run_plan, process)
         module = unwrap_model(chunks[0])
         weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-        ours = Stepper(run_plan, process, chunks, build_optimizer(run_plan, chunks)).train(
-            iter(batches), stop=False, late=False
-        )
+        ours = Stepper(run_plan, process, chunks, build_optimizer(run_plan, chunks)).train(iter(batches), Votes())
     shape = plain_llama.Shape(c.num_layers, c.num_attention_heads, c.num_query_groups, c.kv_channels)
     loss = torch.stack([plain_llama.loss(weights, shape, torch.from_numpy(b)) for b in batches]).mean()
     loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from raytrain_llama3.config.load import load
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.rules import plan_run
 from raytrain_llama3.launch.gang import CONTROL, actor_class
-from raytrain_llama3.messages import RankResult, RankSpec, Rendezvous, ResumePoint, SaveRecord, StepRecord
+from raytrain_llama3.messages import (
+    RankResult,
+    RankSpec,
+    Rendezvous,
+    ResumePoint,
+    SaveRecord,
+    StepRecord,
+    WorkerReport,
+)
 from raytrain_llama3.train.worker import TrainWorker
 
 TINY = [
@@ -66,19 +75,35 @@ def plan(folder: Path, *flags: str, world: int = 1) -> RunPlan:
 class Workers:
     """`count` prepared processes that run one plan after another, as a gang's processes outlive attempts."""
 
-    def __init__(self, count: int, logs: Path) -> None:
-        self._actors = [actor_class(TrainWorker).options(num_cpus=0).remote() for _ in range(count)]
-        environment = {"OMP_NUM_THREADS": "1"}
-        ray.get([a.prepare.remote(environment, (), str(logs / f"rank_{i}.log")) for i, a in enumerate(self._actors)])
+    def __init__(self, count: int, logs: Path, worker_class: type[TrainWorker] = TrainWorker) -> None:
+        # A test module's own class is not there to import in a worker.
+        if worker_class is not TrainWorker:
+            ray.cloudpickle.register_pickle_by_value(sys.modules[worker_class.__module__])
+        self.actors = [actor_class(worker_class).options(num_cpus=0).remote() for _ in range(count)]
+        self.logs = [logs / f"rank_{i}.log" for i in range(count)]
+        # As `config.env.for_workers` has it on a CPU: the compiler is a fifth of what a rank imports.
+        environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        ray.get([a.prepare.remote(environment, (), str(log)) for a, log in zip(self.actors, self.logs, strict=True)])
 
     def run(self, run_plan: RunPlan, resume: ResumePoint | None = None) -> tuple[list[RankResult], Records]:
         """Train to the end; results in rank order, and what rank 0 reported."""
-        world, attempt = run_plan.layout.world_size, next(_attempts)
-        actors = self._actors[:world]
-        rendezvous = Rendezvous("127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{attempt}")
-        results = ray.get([a.run.remote(run_plan, spec(i, world), rendezvous, resume) for i, a in enumerate(actors)])
-        report = ray.get(actors[0].poll.options(concurrency_group=CONTROL).remote())
+        results = ray.get(self.start(run_plan, resume))
+        report = self.poll(0)
         return results, Records(list(report.steps), list(report.saves), report.evals, report.warnings)
+
+    def start(self, run_plan: RunPlan, resume: ResumePoint | None = None, attempt: int = 0) -> list[Any]:
+        """Begin to train; what each rank's `run` will give, in rank order."""
+        world, number = run_plan.layout.world_size, next(_attempts)
+        actors = self.actors[:world]
+        rendezvous = Rendezvous("127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{number}")
+        return [a.run.remote(run_plan, spec(i, world, attempt), rendezvous, resume) for i, a in enumerate(actors)]
+
+    def poll(self, rank: int) -> WorkerReport:
+        return ray.get(self.actors[rank].poll.options(concurrency_group=CONTROL).remote())
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
 
 
 class Records:
@@ -92,5 +117,5 @@ class Records:
         return [record.loss for record in self.steps]
 
 
-def spec(rank: int, world: int) -> RankSpec:
-    return RankSpec(rank, world, 0, rank, world, rank, "node", "127.0.0.1", 0)
+def spec(rank: int, world: int, attempt: int = 0) -> RankSpec:
+    return RankSpec(rank, world, 0, rank, world, rank, "node", "127.0.0.1", attempt)

@@ -1,0 +1,41 @@
+"""The wish to end a run before its target: asked of one rank, agreed by all."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """Wishes to end after a step: a rank's own (0 or 1 each), or, summed over all ranks, how many have it."""
+
+    stop: int = 0
+    """Asked to stop."""
+    late: int = 0
+    """The time is over."""
+    unsaved: int = 0
+    """Asked to stop without saving; one such vote keeps every rank from saving."""
+
+
+class StopRequest:
+    """Set by the driver's call on one thread, read by the training loop on another."""
+
+    def __init__(self) -> None:
+        self._asked, self._unsaved = threading.Event(), threading.Event()
+
+    def ask(self, *, save: bool) -> None:
+        """Wish to stop. Once without saving is wished for, a later wish with saving does not undo it."""
+        if not save:
+            self._unsaved.set()
+        self._asked.set()
+
+    def clear(self) -> None:
+        """Forget what was asked of an earlier attempt."""
+        self._asked.clear()
+        self._unsaved.clear()
+
+    def votes(self, *, late: bool = False) -> Votes:
+        """This rank's votes as of now."""
+        asked = self._asked.is_set()
+        return Votes(stop=int(asked), late=int(late), unsaved=int(asked and self._unsaved.is_set()))

@@ -13,7 +13,7 @@ import ray
 from raytrain_llama3.config.load import load
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.rules import plan_run
-from raytrain_llama3.launch.gang import CONTROL, actor_class
+from raytrain_llama3.launch.process import CONTROL, actor_class
 from raytrain_llama3.messages import (
     RankResult,
     RankSpec,

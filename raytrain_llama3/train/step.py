@@ -113,8 +113,9 @@ class Stepper:
         if self._plan.layout.cp > 1:
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._process.cp_group)
         tokens, labels = batch["tokens"].contiguous(), batch["labels"].contiguous()
-        with self._own.forward():
-            output = model(tokens, batch["positions"], attention_mask=None, labels=labels)
+        began = self._own.forward_began()
+        output = model(tokens, batch["positions"], attention_mask=None, labels=labels)
+        self._own.forward_ended(began)
         return output, _per_token_loss
 
     def _agree(self, losses: list[Tensor], votes: Votes) -> tuple[float, int, Votes]:

@@ -27,6 +27,7 @@ class Dashboard:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._url = ""
+        self._told = False
 
     @property
     def url(self) -> str:
@@ -38,6 +39,13 @@ class Dashboard:
         if self._thread is None:
             self._thread = threading.Thread(target=self._start, name="dashboard", daemon=True)
             self._thread.start()
+
+    def news(self) -> str:
+        """Its address, the first time that it is asked for once it serves; empty otherwise."""
+        if self._told or not self._url:
+            return ""
+        self._told = True
+        return self._url
 
     def _start(self) -> None:
         from ray._private.worker import _global_node

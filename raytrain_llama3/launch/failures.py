@@ -11,7 +11,8 @@ from raytrain_llama3.errors import RankError
 from raytrain_llama3.messages import Failure, FailureKind, RankSpec
 
 _LOG_TAIL_LINES = 20
-_LOG_TAIL_BYTES = 16_384
+_LOG_TAIL_BYTES = 65_536
+_CRASH_LINES = 400
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _MEMORY_REMEDY = (
     "the node's own memory, not a GPU's: use fewer processes a node, smaller micro_batch_size or standby_processes, or "
@@ -64,6 +65,8 @@ def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None
             error=str(cause),
             exit_code=cause.code,
             rank=spec.rank if cause.culprit is None else cause.culprit,
+            # Two replicas that differ do not say which of them is wrong: no node is to blame.
+            node_id="" if cause.kind == FailureKind.CORRUPTED and cause.culprit is None else spec.node_id,
             at=cause.at,
             detect_s=max(now - cause.at, 0.0),
         )
@@ -77,7 +80,8 @@ def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None
 
 
 def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
-    notes = [match[1] for line in failure.log_tail if (match := _FATAL.search(line))]
+    # The note stands above the stacks of all threads.
+    notes = _FATAL.findall("\n".join(log_tail(Path(failure.log_path), _CRASH_LINES)))
     who = "the process" if pid is None else f"process {pid}"
     if notes:
         return replace(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
@@ -109,11 +113,11 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1 if isinstance(error, ray.exceptions.RayError) else 0]}"
 
 
-def log_tail(path: Path) -> tuple[str, ...]:
+def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> tuple[str, ...]:
     """The last lines of a rank's log, where this host can read it."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-            return tuple(file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+            return tuple(file.read().decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ()

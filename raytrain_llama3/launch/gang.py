@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from raytrain_llama3.errors import RaytrainError
 from raytrain_llama3.launch import failures
 from raytrain_llama3.launch.crew import Member, RankFailed
 from raytrain_llama3.launch.failures import rank_of_evidence
+from raytrain_llama3.launch.session import end_pids
 from raytrain_llama3.messages import Failure, FailureKind, RankResult, Rendezvous, ResumePoint, WorkerReport
 
 _STORE_S = 60.0
@@ -62,13 +64,16 @@ class Gang:
         return self.fault()
 
     def fault(self, also: Failure | None = None) -> Failure:
-        """What explains the ranks that fell, `also` (seen by someone else) among them; the others are folded.
+        """What explains the ranks that fell, `also` (seen by the driver) among them; the others are folded.
 
         The rest fall within moments, through broken connections, once they are told to let go of them.
         """
         self._let_go()
         deadline = time.monotonic() + _FOLD_S
-        while self._running and (left := deadline - time.monotonic()) > 0:
+        blamed = also.rank if also else -1
+        while any(m.spec.rank != blamed for m in self._running.values()):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
             self._collect(left)
         seen = [failure for _, failure in self._fallen] + ([also] if also else [])
         first = min(seen, key=rank_of_evidence)
@@ -136,6 +141,18 @@ class Gang:
             at=time.time() - since_s, detect_s=since_s, log_path=str(log), log_tail=failures.log_tail(log),
         )  # fmt: skip
 
+    def end(self, member: Member) -> None:
+        """Kill one rank now: its connections close, and those who wait for it fall."""
+        import ray
+
+        facts = member.process.facts
+        if facts is None or facts.hostname == socket.gethostname():
+            end_pids([facts.pid] if facts else [], 0)
+            return
+        near = [m for m in self.members if m.spec.node_id == member.spec.node_id and m is not member]
+        refs = [m.process.control("see_gone", [facts.pid], 0) for m in near]
+        ray.wait(refs, timeout=_STACKS_S) if refs else None
+
     def request_stop(self, *, save: bool) -> None:
         """Ask every rank to end at the next step boundary, after a checkpoint or without; does not wait."""
         for member in self.members:
@@ -181,7 +198,9 @@ class Gang:
 
     def _failure(self, member: Member, error: Exception) -> Failure:
         pid = member.process.facts.pid if member.process.facts else None
-        return failures.from_error(member.spec, self._log(member), error, pid)
+        failure = failures.from_error(member.spec, self._log(member), error, pid)
+        blamed = next((m.spec for m in self.members if m.spec.rank == failure.rank), member.spec)
+        return replace(failure, node_ip=blamed.node_ip, node_id=failure.node_id and blamed.node_id)
 
     def _log(self, member: Member) -> Any:
         return self._plan.paths.rank_log(self._attempt, member.spec.rank)

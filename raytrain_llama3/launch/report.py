@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raytrain_llama3.launch.crew import Member
-from raytrain_llama3.messages import Failure
+from raytrain_llama3.messages import Failure, Phase
 from raytrain_llama3.metrics import Metrics
+
+_TRAINING = (Phase.PROCESS_GROUP, Phase.MODEL, Phase.LOAD, Phase.FIRST_STEP)
 
 
 def describe(failure: Failure) -> list[str]:
@@ -47,7 +49,9 @@ class Recovery:
     ) -> None:
         """Say that the next attempt has done its first step; `training` are rank 0's own phases."""
         imported = max((m.process.facts.import_s for m in members if m.process.facts and m.process.is_new), default=0.0)
-        phases = {"detect": self.failure.detect_s, **self.seconds, "import": imported, **training}
+        waited_s = max(self.seconds.get("start", 0.0) - imported, 0.0)
+        own = {name: training[name] for name in _TRAINING if name in training}
+        phases = {"detect": self.failure.detect_s, **self.seconds, "start": waited_s, "import": imported, **own}
         origins = Counter(m.process.origin for m in members)
         metrics.recovered(
             phases,

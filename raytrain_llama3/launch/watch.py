@@ -45,7 +45,7 @@ class Watch:
         self._plan, self._ranks, self._crew, self._session = plan, ranks, crew, session
         self._metrics, self._stop, self._checkpoints, self._elastic = metrics, stop, checkpoints, elastic
         self._recovery = recovery
-        self._dashboard_told = self._standby_told = False
+        self._standby_told = False
         self._upkeep_at = 0.0
         self._stop_by: float | None = None
         self._larger: RunPlan | None = None
@@ -87,11 +87,13 @@ class Watch:
         hang = self._hangs.look(time.time(), reports)
         if hang is None:
             return self._ranks.fault(lost) if (lost := self._ranks.lost_node()) else None
+        stood_s = time.time() - hang.since
         member = next(m for m in self._ranks.members if m.spec.rank == hang.rank)
         folder = self._plan.paths.rank_log(member.spec.attempt, 0).parent
         path = report.write_stacks(folder, self._ranks.stacks())
         text = f"{hang.text}; the stacks of all ranks: {path}"
-        blamed = self._ranks.blame(member, FailureKind.HANG, text, time.time() - hang.since)
+        blamed = self._ranks.blame(member, FailureKind.HANG, text, stood_s)
+        self._ranks.end(member)
         return self._ranks.fault(blamed)
 
     def _keep_ready(self, resume_step: int) -> None:
@@ -164,10 +166,9 @@ class Watch:
         if dashboard is None:
             return
         dashboard.open()
-        if dashboard.url and not self._dashboard_told:
-            self._dashboard_told = True
+        if url := dashboard.news():
             token = env.snapshot().get("RAY_AUTH_TOKEN_PATH")
-            self._metrics.event(f"Ray dashboard: http://{dashboard.url} (it asks for a token: cat {token})")
+            self._metrics.event(f"Ray dashboard: http://{url} (it asks for a token: cat {token})")
 
 
 def _stages(plan: RunPlan) -> dict[int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from megatron.core.utils import get_model_config
 
 from raytrain_llama3 import __version__
 from raytrain_llama3.checkpoint import torch_dist
@@ -60,6 +61,7 @@ def train(
         stack.callback(forget_tables)
         reporter.enter(Phase.MODEL)
         loop = TrainingLoop(plan, process, reporter, stop, versions)
+        stack.callback(loop.untie)
         if resume is not None:
             reporter.enter(Phase.LOAD)
             loop.load(Path(resume.path))
@@ -95,6 +97,15 @@ class TrainingLoop:
         self._replicas = self._replicas_to_compare()
         self._rehearsal: Rehearsal | None = None
         self._profiler = Profiler(plan, process)
+
+    def untie(self) -> None:
+        """Let the model go without the optimizer, once it has trained.
+
+        Megatron-core's configuration holds the optimizer. In fp32 the optimizer's shards are views of the weights,
+        whose graph holds the hooks that hold the model: a ring through C++ that Python's collector cannot see.
+        """
+        for chunk in self._chunks:
+            get_model_config(chunk).grad_scale_func = None
 
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`."""

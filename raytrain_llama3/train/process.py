@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
@@ -121,8 +120,6 @@ def close_groups() -> bool:
     """
     parallel_state.destroy_model_parallel()
     tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    # Its cache is the class's: it would keep the last model alive, with every group's threads.
-    RotaryEmbedding.forward.cache_clear()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

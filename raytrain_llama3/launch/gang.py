@@ -151,7 +151,8 @@ class Gang:
             return
         near = [m for m in self.members if m.spec.node_id == member.spec.node_id and m is not member]
         refs = [m.process.control("see_gone", [facts.pid], 0) for m in near]
-        ray.wait(refs, timeout=_STACKS_S) if refs else None
+        if refs:
+            ray.wait(refs, timeout=_STACKS_S)
 
     def request_stop(self, *, save: bool) -> None:
         """Ask every rank to end at the next step boundary, after a checkpoint or without; does not wait."""

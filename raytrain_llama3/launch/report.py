@@ -50,7 +50,7 @@ class Recovery:
         """Say that the next attempt has done its first step; `training` are rank 0's own phases."""
         imported = max((m.process.facts.import_s for m in members if m.process.facts and m.process.is_new), default=0.0)
         waited_s = max(self.seconds.get("start", 0.0) - imported, 0.0)
-        own = {name: training[name] for name in _TRAINING if name in training}
+        own = {str(name): training[name] for name in _TRAINING if name in training}
         phases = {"detect": self.failure.detect_s, **self.seconds, "start": waited_s, "import": imported, **own}
         origins = Counter(m.process.origin for m in members)
         metrics.recovered(

@@ -172,7 +172,7 @@ def _init(stop: StopSignal, **options: Any) -> Any:
     # until the ranks have saved.
     apart = mock.patch.object(services, "ConsolePopen", functools.partial(subprocess.Popen, process_group=0))
     # Of each process that dies Ray prints a paragraph of guesses; the supervisor says it in a line.
-    quiet = mock.patch.object(worker, "listen_error_messages", lambda *_: None)
+    quiet = mock.patch.object(worker, "listen_error_messages", return_value=None)
     try:
         with apart, quiet, put_off():
             context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)

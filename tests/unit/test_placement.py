@@ -188,6 +188,6 @@ def test_without_room_it_is_told_what_was_wanted_and_what_there_is(there: list[N
 def test_without_room_for_processes_cpus_are_counted() -> None:
     there = [node("10.0.0.1", 4, free=1, resource="CPU"), node("10.0.0.2", 8)]
     text = no_room(there, planned(TINY, cpu(2)), "CPU")
-    assert "10.0.0.1: 1 of 4 free" in text
+    assert "wanted CPU 2 on 1 node; 10.0.0.1: 1 of 4 free; " in text
     assert "10.0.0.2: 0 of 0 free" in text
     assert text.endswith(BUSY)

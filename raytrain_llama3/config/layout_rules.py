@@ -68,13 +68,13 @@ def world_problems(config: Config, world: int, ranks_per_node: Sequence[int]) ->
     """Why `world` ranks cannot form whole groups, or cannot share the global batch evenly."""
     c, model = config, config.tp_size * config.cp_size * config.pp_size
     product = f"tp_size {c.tp_size} × cp_size {c.cp_size} × pp_size {c.pp_size} = {model}"
-    there = f"{_count(len(ranks_per_node), 'node')}, {'+'.join(map(str, ranks_per_node))} devices"
+    there = f"{count_of(len(ranks_per_node), 'node')}, {'+'.join(map(str, ranks_per_node)) or 0} devices"
     if model > world:
         yield f"{product} ranks are more than the {world} there are ({there}): lower a size, or use {model} devices"
     elif world % model:
         legal = f"{world - world % model} or {world + model - world % model}"
         yield f"{world} ranks ({there}) do not divide by {product}: use {legal} devices"
-    if world % model:
+    if world % model or not world:
         if c.global_batch_size % c.micro_batch_size:
             yield _indivisible("global_batch_size", c.global_batch_size, "micro_batch_size", c.micro_batch_size)
         return
@@ -173,8 +173,9 @@ def _indivisible(name: str, value: int, by: str, divisor: int) -> str:
     return f"{name} {value} does not divide by {by} {divisor}: nearest legal {name} {legal}{others}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
+def count_of(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _legal_divisors(value: int, by: str, divisor: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from raytrain_llama3.config import env, estimate
 from raytrain_llama3.config.layout_rules import (
+    count_of,
     layout_of,
     layout_problems,
     memory_problems,
@@ -73,11 +74,13 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
 def resize(plan: RunPlan, sizes: Sequence[int]) -> RunPlan:
     """`plan` on nodes with `sizes` devices: the most data-parallel ranks that share the same global batch evenly.
 
-    Devices that are left over stay without a rank. Raises `ConfigError` when no number of ranks will do.
+    They are never more than the plan's own. Devices that are left over stay without a rank. Raises `ConfigError` when
+    no number of ranks will do, or when they are so few that each needs more memory than it has.
     """
     c, model = plan.config, plan.layout.tp * plan.layout.cp * plan.layout.pp
     there = sum(sizes)
-    legal = [dp for dp in range(there // model, 0, -1) if not list(world_problems(c, dp * model, [dp * model]))]
+    most = min(there // model, plan.layout.dp)
+    legal = [dp for dp in range(most, 0, -1) if not list(world_problems(c, dp * model, [dp * model]))]
     if not legal:
         raise ConfigError(tuple(world_problems(c, there, sizes)))
     layout, left, used = layout_of(c, legal[0] * model), legal[0] * model, []
@@ -156,11 +159,15 @@ def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], li
     nodes, problems = _nodes(config, supply), []
     if config.num_nodes != "auto" and config.num_nodes > len(nodes):
         problems.append(f"num_nodes {config.num_nodes} is more than the {len(supply.per_node)} there are")
-    if config.num_nodes == "auto" and config.spare_nodes >= len(supply.per_node):
-        problems.append(f"spare_nodes {config.spare_nodes} leaves none of the {len(supply.per_node)} nodes to train on")
-    if config.elastic_min_nodes is not None and config.elastic_min_nodes > len(nodes):
+    if config.num_nodes == "auto" and config.spare_nodes >= (count := len(supply.per_node)):
         problems.append(
-            f"elastic_min_nodes {config.elastic_min_nodes} is more than the {len(nodes)} nodes that are used at first"
+            f"spare_nodes {config.spare_nodes} leaves none of {count_of(count, 'node')} to train on: at most {count - 1} "
+            "can be spare; lower it, or add nodes"
+        )
+    if config.elastic_min_nodes is not None and config.elastic_min_nodes > (count := len(nodes)):
+        problems.append(
+            f"elastic_min_nodes {config.elastic_min_nodes} is more than the {count_of(count, 'node')} to train on at "
+            f"first: set {count} or less, or use more nodes"
         )
     if config.gpus_per_node != "auto":
         nodes = [min(count, config.gpus_per_node) for count in nodes]

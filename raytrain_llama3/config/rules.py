@@ -161,8 +161,8 @@ def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], li
         problems.append(f"num_nodes {config.num_nodes} is more than the {len(supply.per_node)} there are")
     if config.num_nodes == "auto" and config.spare_nodes >= (count := len(supply.per_node)):
         problems.append(
-            f"spare_nodes {config.spare_nodes} leaves none of {count_of(count, 'node')} to train on: at most {count - 1} "
-            "can be spare; lower it, or add nodes"
+            f"spare_nodes {config.spare_nodes} leaves none of {count_of(count, 'node')} to train on: at most "
+            f"{count - 1} can be spare; lower it, or add nodes"
         )
     if config.elastic_min_nodes is not None and config.elastic_min_nodes > (count := len(nodes)):
         problems.append(

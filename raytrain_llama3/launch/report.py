@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raytrain_llama3.launch.crew import Member
-from raytrain_llama3.messages import Failure
+from raytrain_llama3.messages import Failure, Phase
 from raytrain_llama3.metrics import Metrics
+
+_TO_FIRST_STEP = (Phase.PROCESS_GROUP, Phase.MODEL, Phase.LOAD, Phase.FIRST_STEP)
+"""What rank 0 goes through before its first step is done. It may be further when the driver hears of that."""
 
 
 def describe(failure: Failure) -> list[str]:
@@ -45,9 +48,15 @@ class Recovery:
     def tell(
         self, metrics: Metrics, members: Sequence[Member], training: Mapping[str, float], resume_step: int
     ) -> None:
-        """Say that the next attempt has done its first step; `training` are rank 0's own phases."""
+        """Say that the next attempt has done its first step; `training` are rank 0's own phases.
+
+        The phases told add up to the time from the fault to that step.
+        """
         imported = max((m.process.facts.import_s for m in members if m.process.facts and m.process.is_new), default=0.0)
-        phases = {"detect": self.failure.detect_s, **self.seconds, "import": imported, **training}
+        phases = {"detect": self.failure.detect_s, **self.seconds}
+        # Processes are waited for until they have imported everything.
+        phases |= {"start": max(self.seconds.get("start", 0.0) - imported, 0.0), "import": imported}
+        phases |= {phase.value: training[phase] for phase in _TO_FIRST_STEP if phase in training}
         origins = Counter(m.process.origin for m in members)
         metrics.recovered(
             phases,

@@ -1,4 +1,7 @@
-"""Every rule that a configuration must keep, checked together before Ray starts."""
+"""Every rule that a configuration must keep, checked together before Ray starts.
+
+Those about how a model comes apart over ranks are in `config.layout_rules`; the rest are here.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytrain_llama3.config import env, estimate
+from raytrain_llama3.config.layout_rules import (
+    count_of,
+    layout_of,
+    layout_problems,
+    memory_problems,
+    model_problems,
+    tight_memory,
+    world_problems,
+)
 from raytrain_llama3.config.load import Loaded
-from raytrain_llama3.config.plan import DeviceSupply, Layout, RunPaths, RunPlan
+from raytrain_llama3.config.plan import DeviceSupply, RunPaths, RunPlan
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
 
+__all__ = [
+    "adjustments",
+    "check_anywhere",
+    "is_mock",
+    "plan_run",
+    "resize",
+    "run_paths",
+    "tight_memory",
+    "tokenizer_type",
+]
+
 _FP8_CAPABILITY = 8.9
-_ESTIMATE_MARGIN = 1.04
-"""How far the memory estimate may be off: 4 % above what 8B on one H200 really took."""
 
 
 def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> RunPlan:
@@ -27,10 +48,10 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
     ranks_per_node, problems = _ranks_per_node(config, supply)
     world = sum(ranks_per_node)
     problems += [*_problems_anywhere(loaded), *_device_problems(config, supply)]
-    problems += _world_problems(config, world, ranks_per_node)
+    problems += world_problems(config, world, ranks_per_node)
     _raise_if(problems)
-    layout = _layout(config, world)
-    _raise_if(list(_memory_problems(config, layout, supply)))
+    layout = layout_of(config, world)
+    _raise_if(list(memory_problems(config, layout, supply)))
     threads = max(1, cores_per_node // max(ranks_per_node))
     return RunPlan(
         config=config,
@@ -53,15 +74,17 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
 def resize(plan: RunPlan, sizes: Sequence[int]) -> RunPlan:
     """`plan` on nodes with `sizes` devices: the most data-parallel ranks that share the same global batch evenly.
 
-    Devices that are left over stay without a rank. Raises `ConfigError` when no number of ranks will do.
+    They are never more than the plan's own. Devices that are left over stay without a rank. Raises `ConfigError` when
+    no number of ranks will do, or when they are so few that each needs more memory than it has.
     """
     c, model = plan.config, plan.layout.tp * plan.layout.cp * plan.layout.pp
     there = sum(sizes)
-    legal = [dp for dp in range(there // model, 0, -1) if not list(_world_problems(c, dp * model, [dp * model]))]
+    most = min(there // model, plan.layout.dp)
+    legal = [dp for dp in range(most, 0, -1) if not list(world_problems(c, dp * model, [dp * model]))]
     if not legal:
-        raise ConfigError(tuple(_world_problems(c, there, list(sizes))))
-    layout, left, used = _layout(c, legal[0] * model), legal[0] * model, []
-    _raise_if(list(_memory_problems(c, layout, plan.supply)))
+        raise ConfigError(tuple(world_problems(c, there, sizes)))
+    layout, left, used = layout_of(c, legal[0] * model), legal[0] * model, []
+    _raise_if(list(memory_problems(c, layout, plan.supply)))
     for size in sizes:
         used.append(min(size, left))
         left -= used[-1]
@@ -87,17 +110,6 @@ def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
     if config.tokenizer_type not in ("auto", tokenizer_type(config)):
         lines.append(f"tokenizer_type {config.tokenizer_type} is not used: the data says {tokenizer_type(config)}")
     return lines
-
-
-def tight_memory(plan: RunPlan, supply: DeviceSupply) -> list[str]:
-    """A line when the estimate says that memory may not be enough, within what the estimate can tell."""
-    need = estimate.memory(plan.config, plan.layout, plan.device).total
-    if supply.memory_bytes is None or need < supply.memory_bytes / _ESTIMATE_MARGIN:
-        return []
-    return [
-        f"memory is tight: about {need / estimate.GIB:.0f} of {supply.memory_bytes / estimate.GIB:.0f} GiB a device; "
-        f"if it runs out, {_memory_remedy(plan.config, supply)}"
-    ]
 
 
 def is_mock(config: Config) -> bool:
@@ -126,7 +138,7 @@ def run_paths(config: Config, base: Path) -> RunPaths:
 
 def _problems_anywhere(loaded: Loaded) -> list[str]:
     config = loaded.config
-    return [*_model_problems(config), *_schedule_problems(loaded), *_layout_problems(config)]
+    return [*model_problems(config), *_schedule_problems(loaded), *layout_problems(config)]
 
 
 def _raise_if(problems: list[str]) -> None:
@@ -147,31 +159,25 @@ def _ranks_per_node(config: Config, supply: DeviceSupply) -> tuple[list[int], li
     nodes, problems = _nodes(config, supply), []
     if config.num_nodes != "auto" and config.num_nodes > len(nodes):
         problems.append(f"num_nodes {config.num_nodes} is more than the {len(supply.per_node)} there are")
-    if config.num_nodes == "auto" and config.spare_nodes >= len(supply.per_node):
-        problems.append(f"spare_nodes {config.spare_nodes} leaves none of the {len(supply.per_node)} nodes to train on")
-    if config.elastic_min_nodes is not None and config.elastic_min_nodes > len(nodes):
+    if config.num_nodes == "auto" and config.spare_nodes >= (count := len(supply.per_node)):
         problems.append(
-            f"elastic_min_nodes {config.elastic_min_nodes} is more than the {len(nodes)} nodes that are used at first"
+            f"spare_nodes {config.spare_nodes} leaves none of {count_of(count, 'node')} to train on: at most "
+            f"{count - 1} can be spare; lower it, or add nodes"
+        )
+    if config.elastic_min_nodes is not None and config.elastic_min_nodes > (count := len(nodes)):
+        problems.append(
+            f"elastic_min_nodes {config.elastic_min_nodes} is more than the {count_of(count, 'node')} to train on at "
+            f"first: set {count} or less, or use more nodes"
         )
     if config.gpus_per_node != "auto":
         nodes = [min(count, config.gpus_per_node) for count in nodes]
     return nodes, problems
 
 
-def _model_problems(config: Config) -> Iterator[str]:
-    c = config
-    if c.num_attention_heads % c.num_query_groups:
-        yield _indivisible("num_attention_heads", c.num_attention_heads, "num_query_groups", c.num_query_groups)
-    if c.kv_channels % 2:
-        yield f"kv_channels {c.kv_channels} must be even: rotary positions turn it in two halves"
-    if c.max_position_embeddings is not None and c.max_position_embeddings < c.seq_length:
-        yield f"max_position_embeddings {c.max_position_embeddings} is less than seq_length {c.seq_length}"
-    if not sum(c.split[:1]):
-        yield f"split {c.split} leaves nothing to train on: the first number must be more than 0"
-
-
 def _schedule_problems(loaded: Loaded) -> Iterator[str]:
     c, origins = loaded.config, loaded.origins
+    if not sum(c.split[:1]):
+        yield f"split {c.split} leaves nothing to train on: the first number must be more than 0"
     if c.min_learning_rate > c.learning_rate:
         yield f"min_learning_rate {c.min_learning_rate:g} is more than learning_rate {c.learning_rate:g}"
     if c.lr_warmup_samples >= c.lr_decay_samples:
@@ -214,156 +220,5 @@ def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
         )
 
 
-def _layout_problems(config: Config) -> Iterator[str]:
-    c, tp = config, config.tp_size
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        if getattr(c, name) % tp:
-            yield _indivisible(name, getattr(c, name), "tp_size", tp)
-    padded = estimate.padded_vocab_size(c.vocab_size)
-    if padded % tp:
-        yield (
-            f"vocab_size {c.vocab_size}, padded to {padded}, does not divide by tp_size {tp}: "
-            f"nearest legal tp_size {_divisors_near(padded, tp)}"
-        )
-    stages = c.pp_size * (c.vpp_size or 1)
-    if c.num_layers % stages:
-        what = "pp_size" if not c.vpp_size else f"pp_size {c.pp_size} × vpp_size {c.vpp_size} ="
-        yield _indivisible("num_layers", c.num_layers, what, stages)
-    if c.vpp_size and c.pp_size == 1:
-        yield f"vpp_size {c.vpp_size} needs pp_size > 1: virtual stages are pieces of pipeline stages"
-    parts, why = _sequence_parts(c)
-    if c.seq_length % parts:
-        yield _indivisible("seq_length", c.seq_length, why, parts)
-    if c.dtype == "fp8":
-        yield from _fp8_problems(c)
-
-
-def _world_problems(config: Config, world: int, ranks_per_node: list[int]) -> Iterator[str]:
-    c, model = config, config.tp_size * config.cp_size * config.pp_size
-    product = f"tp_size {c.tp_size} × cp_size {c.cp_size} × pp_size {c.pp_size} = {model}"
-    there = f"{_count(len(ranks_per_node), 'node')}, {'+'.join(map(str, ranks_per_node))} devices"
-    if model > world:
-        yield f"{product} ranks are more than the {world} there are ({there}): lower a size, or use {model} devices"
-    elif world % model:
-        legal = f"{world - world % model} or {world + model - world % model}"
-        yield f"{world} ranks ({there}) do not divide by {product}: use {legal} devices"
-    if world % model:
-        if c.global_batch_size % c.micro_batch_size:
-            yield _indivisible("global_batch_size", c.global_batch_size, "micro_batch_size", c.micro_batch_size)
-        return
-    dp = world // model
-    once = c.micro_batch_size * dp
-    if c.global_batch_size % once:
-        yield _indivisible(
-            "global_batch_size",
-            c.global_batch_size,
-            f"micro_batch_size {c.micro_batch_size} × data-parallel {dp} =",
-            once,
-        )
-    elif c.vpp_size and c.pp_size > 1 and (c.global_batch_size // once) % c.pp_size:
-        yield _indivisible(
-            "global_batch_size",
-            c.global_batch_size,
-            f"micro_batch_size {c.micro_batch_size} × data-parallel {dp} × pp_size {c.pp_size} (for virtual stages) =",
-            once * c.pp_size,
-        )
-
-
-def _sequence_parts(config: Config) -> tuple[int, str]:
-    """Into how many equal parts a sequence must come apart, and the words for it."""
-    c = config
-    if c.sequence_parallel is not False and c.tp_size > 1:
-        by_cp = 2 * c.cp_size if c.cp_size > 1 else 1
-        return by_cp * c.tp_size, f"{'2 × cp_size × ' if c.cp_size > 1 else ''}tp_size (sequence parallel)"
-    return (2 * c.cp_size, "2 × cp_size") if c.cp_size > 1 else (1, "")
-
-
-def _fp8_problems(config: Config) -> Iterator[str]:
-    """Matrix sizes that fp8 kernels take, after every split."""
-    c = config
-    unit = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}[c.fp8_recipe]
-    sequence = c.seq_length // _sequence_parts(c)[0] * (2 if c.cp_size > 1 else 1)
-    sizes = {
-        "hidden_size": c.hidden_size,
-        f"ffn_hidden_size {c.ffn_hidden_size} / tp_size {c.tp_size}": c.ffn_hidden_size // c.tp_size,
-        f"num_attention_heads × kv_channels / tp_size {c.tp_size}": c.num_attention_heads * c.kv_channels // c.tp_size,
-        f"num_query_groups × kv_channels / tp_size {c.tp_size}": c.num_query_groups * c.kv_channels // c.tp_size,
-        "micro_batch_size × a rank's part of seq_length": c.micro_batch_size * sequence,
-    }
-    for name, size in sizes.items():
-        if size % unit:
-            yield f"{name} = {size} must be a multiple of {unit} for fp8_recipe {c.fp8_recipe}"
-
-
-def _memory_problems(config: Config, layout: Layout, supply: DeviceSupply) -> Iterator[str]:
-    if supply.memory_bytes is None:
-        return
-    need = estimate.memory(config, layout, supply.device)
-    if need.total <= supply.memory_bytes * _ESTIMATE_MARGIN:
-        return
-    parts = ", ".join(
-        f"{name} {getattr(need, name) / estimate.GIB:.1f}"
-        for name in ("weights", "gradients", "optimizer", "activations")
-    )
-    billions = estimate.parameters(config) / 1e9
-    where = "a process on this CPU" if supply.device == "cpu" else supply.device_name
-    yield (
-        f"a model of {billions:.2f} billion parameters needs about {need.total / estimate.GIB:.0f} GiB a device "
-        f"({parts}); {where} has {supply.memory_bytes / estimate.GIB:.0f} GiB: {_memory_remedy(config, supply)}"
-    )
-
-
-def _memory_remedy(config: Config, supply: DeviceSupply) -> str:
-    if supply.device == "cpu":
-        return "use GPUs, or see a small model train here: make demo, or --config configs/demo.toml"
-    options = ["raise tp_size or pp_size", "lower micro_batch_size or seq_length"]
-    if (
-        config.optimizer_moments_dtype == "fp32"
-        and config.dtype in ("bf16", "fp8")
-        and config.use_distributed_optimizer
-    ):
-        options.append("--optimizer-moments-dtype bf16")
-    return ", ".join(options)
-
-
-def _layout(config: Config, world: int) -> Layout:
-    c = config
-    return Layout(
-        world_size=world,
-        tp=c.tp_size,
-        cp=c.cp_size,
-        pp=c.pp_size,
-        dp=world // (c.tp_size * c.cp_size * c.pp_size),
-        vpp=c.vpp_size,
-        sequence_parallel=c.tp_size > 1 and c.sequence_parallel is not False,
-        micro_batch_size=c.micro_batch_size,
-        global_batch_size=c.global_batch_size,
-    )
-
-
 def _train_steps(config: Config) -> int:
     return config.train_iters or config.train_samples // config.global_batch_size
-
-
-def _indivisible(name: str, value: int, by: str, divisor: int) -> str:
-    """`global_batch_size 100 does not divide by micro_batch_size 3 × data-parallel 2 = 6: nearest legal 96 or 102`."""
-    below, above = value - value % divisor, value + divisor - value % divisor
-    legal = f"{below} or {above}" if below else f"{above}"
-    others = _legal_divisors(value, by, divisor)
-    return f"{name} {value} does not divide by {by} {divisor}: nearest legal {name} {legal}{others}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
-
-
-def _legal_divisors(value: int, by: str, divisor: int) -> str:
-    if not by.endswith("_size") and by != "num_query_groups":
-        return ""
-    return f", or {by} {_divisors_near(value, divisor)}"
-
-
-def _divisors_near(value: int, divisor: int) -> str:
-    lower = max(d for d in range(1, divisor + 1) if value % d == 0)
-    higher = min((d for d in range(divisor, value + 1) if value % d == 0), default=lower)
-    return " or ".join(str(d) for d in sorted({lower, higher}))

@@ -39,14 +39,16 @@ class Elastic:
         try:
             self.plan = rules.resize(self.full, sizes)
         except ConfigError as error:
-            raise ClusterFormationError(f"cannot go on with {'+'.join(map(str, sizes))} devices: {error}") from error
+            there = "+".join(map(str, sizes)) or "no"
+            raise ClusterFormationError(f"cannot go on with {there} devices: {error}") from error
 
     def larger(self) -> RunPlan | None:
         """A plan with more data-parallel ranks than the present one has, if nodes for it are there now."""
         if not self.is_shrunk:
             return None
         sizes = self._crew.sizes(len(self.full.ranks_per_node), self.barred)
-        if sizes == sorted(self.full.ranks_per_node, reverse=True):
+        wanted = sorted(self.full.ranks_per_node, reverse=True)
+        if len(sizes) == len(wanted) and all(has >= count for has, count in zip(sizes, wanted, strict=True)):
             return self.full
         try:
             plan = rules.resize(self.full, sizes)

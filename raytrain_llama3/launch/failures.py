@@ -86,7 +86,11 @@ def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
     if notes:
         return replace(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
     text = str(error)
-    if "OOM" in text and "memory monitor" in text.lower():
+    if "its node has died" in text:
+        return replace(
+            failure, kind=FailureKind.NODE_DIED, error=f"node {failure.node_ip} is gone: Ray says that it died"
+        )
+    if "running low on memory" in text:
         return replace(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
     said = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
     detail = f" ({said[0]})" if said else ""
@@ -106,10 +110,12 @@ def _cause(error: Exception) -> BaseException:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Class and message. Ray's own errors say why in their last line."""
+    """Class and message. Ray's own errors say why in their last line; that of a traceback has the class already."""
     import ray
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return lines[-1]
     return f"{type(error).__name__}: {lines[-1 if isinstance(error, ray.exceptions.RayError) else 0]}"
 
 

@@ -68,7 +68,8 @@ def no_room(nodes: Sequence[Node], plan: RunPlan, resource: str) -> str:
         if choose_nodes(in_all, plan.ranks_per_node, frozenset()) is not None
         else "the cluster is too small: add nodes, or lower --num-nodes or --gpus-per-node"
     )
-    wanted = f"{' + '.join(map(str, plan.ranks_per_node))} on {len(plan.ranks_per_node)} nodes"
+    count = len(plan.ranks_per_node)
+    wanted = f"{' + '.join(map(str, plan.ranks_per_node))} on {count} node{'s' if count > 1 else ''}"
     return (
         f"no room for the ranks after {plan.config.placement_timeout_s} s: wanted {resource} {wanted}; "
         f"{'; '.join(offers)}. {remedy}"

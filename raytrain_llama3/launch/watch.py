@@ -16,7 +16,7 @@ from raytrain_llama3.launch.gang import Gang
 from raytrain_llama3.launch.session import Session
 from raytrain_llama3.launch.signals import StopSignal
 from raytrain_llama3.launch.watchdog import HangWatch, StragglerWatch
-from raytrain_llama3.messages import Failure, FailureKind, WorkerReport
+from raytrain_llama3.messages import Failure, FailureKind, Phase, WorkerReport
 from raytrain_llama3.metrics import Metrics
 
 _LOOK_S = 0.5
@@ -153,7 +153,8 @@ class Watch:
             for warning in self._stragglers.hear(rank.rank, rank.work):
                 self._metrics.event(warning)
             if rank.rank == 0:
-                self.phase_seconds |= rank.phase_seconds
+                # Its own start is no more than a part of the driver's phase of that name.
+                self.phase_seconds |= {p: s for p, s in rank.phase_seconds.items() if p != Phase.START}
 
     def _tell_recovery(self, resume_step: int) -> None:
         if self._recovery is not None:

@@ -1,28 +1,45 @@
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
+from planning import TINY, cpu, planned
 
-from raytrain_llama3.config.plan import Device
-from raytrain_llama3.launch.placement import assign_ranks, choose_nodes, slots
+from raytrain_llama3.config.plan import DeviceSupply
+from raytrain_llama3.launch.placement import assign_ranks, choose_nodes, no_room, slots
 from raytrain_llama3.launch.session import Node, address_key
-from raytrain_llama3.messages import DeviceSlot
+from raytrain_llama3.messages import DeviceSlot, RankSpec
+
+NOBODY = frozenset[str]()
 
 
-def node(ip: str, devices: int, free: int | None = None, node_id: str = "", resource: str = "GPU") -> Node:
+def node(ip: str, devices: int = 8, free: int | None = None, node_id: str = "", resource: str = "GPU") -> Node:
     there = {resource: float(devices), "memory": 1e9}
     return Node(node_id or f"id-{ip}", ip, there, {resource: float(devices if free is None else free)})
 
 
+def granted(*nodes: tuple[Node, Sequence[int], int]) -> list[DeviceSlot]:
+    """The slots of nodes that hold these devices, of which so many are used."""
+    return slots(
+        {n.node_id: devices for n, devices, _ in nodes},
+        {n.node_id: n for n, _, _ in nodes},
+        {n.node_id: count for n, _, count in nodes},
+    )
+
+
+def ranks(found: Sequence[DeviceSlot]) -> list[RankSpec]:
+    return [spec for _, spec in assign_ranks(found, attempt=0)]
+
+
 def two_nodes_of_four() -> list[DeviceSlot]:
-    """Bundles 0, 1, … alternate between the nodes, devices count down."""
-    nodes = [node("10.0.0.66", 4), node("10.0.0.7", 4)] * 4
-    return slots(nodes, [3, 3, 2, 2, 1, 1, 0, 0])
+    """The node with the higher address first, devices counting down."""
+    return granted((node("10.0.0.66"), [3, 2, 1, 0], 4), (node("10.0.0.7"), [3, 2, 1, 0], 4))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_ranks_follow_node_then_device_however_bundles_are_numbered(seed: int) -> None:
+def test_ranks_follow_node_then_device_in_whatever_order_slots_come(seed: int) -> None:
     shuffled = two_nodes_of_four()
     random.Random(seed).shuffle(shuffled)
     specs = [spec for _, spec in assign_ranks(shuffled, attempt=2)]
@@ -37,76 +54,140 @@ def test_ranks_follow_node_then_device_however_bundles_are_numbered(seed: int) -
 def test_a_rank_keeps_the_slot_that_it_was_given_for() -> None:
     for slot, spec in assign_ranks(two_nodes_of_four(), attempt=0):
         assert (slot.node_ip, slot.node_id, slot.device_index) == (spec.node_ip, spec.node_id, spec.device_index)
-        assert slot.bundle_index % 2 == (spec.node_ip == "10.0.0.7")
 
 
 def test_local_ranks_count_from_zero_where_a_job_has_some_of_a_nodes_devices() -> None:
-    granted = slots([node("10.0.0.1", 8)] * 3, [6, 2, 5])
-    assert [(s.local_rank, s.device_index) for _, s in assign_ranks(granted, 0)] == [(0, 2), (1, 5), (2, 6)]
+    found = ranks(granted((node("10.0.0.1"), [6, 2, 5], 3)))
+    assert [(s.local_rank, s.device_index) for s in found] == [(0, 2), (1, 5), (2, 6)]
 
 
-def test_two_ray_nodes_on_one_host_stay_apart() -> None:
-    first, second = node("10.0.0.1", 2, node_id="a"), node("10.0.0.1", 2, node_id="b")
-    specs = [spec for _, spec in assign_ranks(slots([second, first, second, first], [0, 0, 1, 1]), 0)]
-    assert [s.node_id for s in specs] == ["a", "a", "b", "b"]
-    assert [s.node_rank for s in specs] == [0, 0, 1, 1]
+@pytest.mark.parametrize(
+    ("devices", "count", "used"),
+    [([0, 1, 2, 3], 2, [0, 1]), ([6, 2, 5], 2, [2, 5]), ([7, 4], 1, [4]), ([3, 1], 2, [1, 3])],
+)
+def test_fewer_ranks_than_devices_take_the_first(devices: list[int], count: int, used: list[int]) -> None:
+    found = ranks(granted((node("10.0.0.1"), devices, count)))
+    assert [s.device_index for s in found] == used
+    assert {(s.world_size, s.local_world_size) for s in found} == {(count, count)}
+
+
+def test_a_node_that_is_held_and_not_used_has_no_rank() -> None:
+    first, spare = node("10.0.0.2"), node("10.0.0.1")
+    found = slots(
+        {n.node_id: [0, 1] for n in (first, spare)}, {n.node_id: n for n in (first, spare)}, {first.node_id: 2}
+    )
+    assert found == [DeviceSlot(first.node_id, "10.0.0.2", 0, device) for device in (0, 1)]
+
+
+def test_two_raylets_at_one_address_stay_apart() -> None:
+    first, second, third = (
+        node(ip, node_id=name) for ip, name in [("10.0.0.1", "a"), ("10.0.0.1", "b"), ("9.0.0.1", "c")]
+    )
+    found = ranks(granted((second, [1, 0], 2), (first, [0, 1], 2), (third, [0], 1)))
+    assert [s.node_id for s in found] == ["c", "a", "a", "b", "b"]
+    assert [s.node_rank for s in found] == [0, 1, 1, 2, 2]
+    assert [s.local_rank for s in found] == [0, 0, 1, 0, 1]
+    assert [s.local_world_size for s in found] == [1, 2, 2, 2, 2]
 
 
 def test_nodes_of_unequal_size_have_their_own_local_world() -> None:
-    granted = slots([node("10.0.0.2", 1), node("10.0.0.1", 2), node("10.0.0.1", 2)], [0, 0, 1])
-    assert [s.local_world_size for _, s in assign_ranks(granted, 0)] == [2, 2, 1]
+    found = ranks(granted((node("10.0.0.2"), [0], 1), (node("10.0.0.1"), [0, 1], 2)))
+    assert [(s.node_ip, s.local_world_size) for s in found] == [("10.0.0.1", 2), ("10.0.0.1", 2), ("10.0.0.2", 1)]
 
 
-def test_addresses_are_compared_as_numbers() -> None:
+def test_addresses_are_ordered_as_numbers() -> None:
     addresses = ["10.0.0.66", "9.255.0.1", "10.0.0.7", "10.0.0.100"]
-    assert sorted(addresses, key=address_key) == ["9.255.0.1", "10.0.0.7", "10.0.0.66", "10.0.0.100"]
+    in_order = ["9.255.0.1", "10.0.0.7", "10.0.0.66", "10.0.0.100"]
+    assert sorted(addresses, key=address_key) == in_order
+    assert [s.node_ip for s in ranks(granted(*((node(ip), [0], 1) for ip in addresses)))] == in_order
 
 
 def test_addresses_that_are_no_numbers_have_an_order_too() -> None:
     assert sorted(["fe80::2", "fe80::1"], key=address_key) == ["fe80::1", "fe80::2"]
 
 
-A, B, C = "id-10.0.0.1", "id-10.0.0.2", "id-10.0.0.3"
-SMALL, LARGE, BUSY = node("10.0.0.1", 4), node("10.0.0.2", 8), node("10.0.0.3", 8, free=2)
+@pytest.mark.parametrize(
+    ("room", "wanted", "held", "chosen"),
+    [
+        ({"a": 8}, [8], "", {"a": 8}),
+        ({"a": 8}, [3], "", {"a": 3}),
+        ({"a": 8}, [9], "", None),
+        ({}, [1], "", None),
+        # The closest fit leaves the larger node for the larger need.
+        ({"a": 4, "b": 8}, [4], "", {"a": 4}),
+        ({"b": 8, "a": 4}, [4], "", {"a": 4}),
+        ({"a": 4, "b": 8}, [4, 8], "", {"a": 4, "b": 8}),
+        ({"b": 8, "a": 4}, [4, 8], "", {"a": 4, "b": 8}),
+        ({"a": 4, "b": 8}, [5], "", {"b": 5}),
+        # One need takes one node, whole needs are not split over several.
+        ({"a": 4, "b": 8}, [12], "", None),
+        ({"a": 8}, [4, 4], "", None),
+        ({"a": 4, "b": 8}, [4, 4, 4], "", None),
+        # Among equals the first in order; what comes out is in that order too.
+        ({"a": 8, "b": 8, "c": 8}, [8, 8], "", {"a": 8, "b": 8}),
+        ({"c": 8, "b": 8, "a": 8}, [8, 8], "", {"b": 8, "c": 8}),
+        ({"a": 2, "b": 8}, [8, 2], "", {"a": 2, "b": 8}),
+        # Nodes whose processes stand ready come first, before a closer fit and before the order.
+        ({"a": 8, "b": 8}, [8], "b", {"b": 8}),
+        ({"a": 4, "b": 8}, [4], "b", {"b": 4}),
+        ({"a": 8, "b": 8, "c": 8}, [8, 8], "bc", {"b": 8, "c": 8}),
+        ({"a": 8, "b": 8, "c": 8}, [8, 8], "c", {"a": 8, "c": 8}),
+        ({"a": 8, "b": 8, "c": 8}, [8], "bc", {"b": 8}),
+        # Among those that are held, the closest fit again.
+        ({"a": 8, "b": 4, "c": 4}, [4], "ab", {"b": 4}),
+        # One that is held and too small is no help; one that is gone is not chosen.
+        ({"a": 8, "b": 4}, [8], "b", {"a": 8}),
+        ({"a": 8}, [8], "b", {"a": 8}),
+        ({"a": 8, "b": 4}, [8, 4], "a", {"a": 8, "b": 4}),
+    ],
+)  # fmt: skip
+def test_which_nodes_serve(room: dict[str, float], wanted: list[int], held: str, chosen: dict[str, int] | None) -> None:
+    found = choose_nodes(room, wanted, frozenset(held))
+    assert found == chosen
+    if found is not None:
+        assert list(found) == [name for name in room if name in found]
+
+
+def test_whatever_is_held_room_is_found_where_there_is_some() -> None:
+    room = {"a": 1, "b": 2, "c": 3, "d": 3}
+    for wanted in itertools.chain.from_iterable(itertools.product(range(1, 5), repeat=n) for n in (1, 2, 3)):
+        fits = any(
+            all(has >= count for has, count in zip(some, wanted, strict=True))
+            for some in itertools.permutations(room.values(), len(wanted))
+        )
+        for held in ("", "a", "d", "cd", "abcd"):
+            found = choose_nodes(room, wanted, frozenset(held))
+            assert (found is not None) == fits, (wanted, held)
+            if found is not None:
+                assert sorted(found.values()) == sorted(wanted)
+                assert all(room[name] >= count for name, count in found.items())
+
+
+BUSY = "something else holds them: see `ray status`, or wait longer with --placement-timeout-s"
+SMALL = "the cluster is too small: add nodes, or lower --num-nodes or --gpus-per-node"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "wanted", "free", "chosen"),
+    ("there", "remedy"),
     [
-        ([LARGE], [8], True, [B] * 8),
-        ([LARGE], [3], True, [B] * 3),
-        ([LARGE], [9], True, None),
-        ([], [1], True, None),
-        # The closest fit leaves the larger node for the larger need.
-        ([SMALL, LARGE], [4], True, [A] * 4),
-        ([SMALL, LARGE], [4, 8], True, [A] * 4 + [B] * 8),
-        ([LARGE, SMALL], [8, 4], True, [B] * 8 + [A] * 4),
-        ([SMALL, LARGE], [5], True, [B] * 5),
-        # One need takes one node, whole needs are not split over several.
-        ([SMALL, LARGE], [12], True, None),
-        ([LARGE], [4, 4], True, None),
-        ([SMALL, LARGE], [4, 4, 4], True, None),
-        # What is free now, or in all.
-        ([BUSY], [8], True, None),
-        ([BUSY], [8], False, [C] * 8),
-        ([BUSY], [2], True, [C] * 2),
-        ([SMALL, LARGE, BUSY], [2], True, [C] * 2),
-        # Among equals the first in order.
-        ([LARGE, BUSY], [8], False, [B] * 8),
-        ([BUSY, LARGE], [8], False, [C] * 8),
+        ([node("10.0.0.1", 4, free=1), node("10.0.0.2", 4)], BUSY),
+        ([node("10.0.0.1", 4), node("10.0.0.2", 2)], SMALL),
+        ([node("10.0.0.1", 8)], SMALL),
+        ([], SMALL),
     ],
 )
-def test_each_need_gets_the_node_that_fits_it_closest(
-    nodes: list[Node], wanted: list[int], free: bool, chosen: list[str] | None
-) -> None:
-    assert choose_nodes(nodes, "cuda", wanted, free=free) == chosen
+def test_without_room_it_is_told_what_was_wanted_and_what_there_is(there: list[Node], remedy: str) -> None:
+    plan = planned([*TINY, "--placement-timeout-s", "7"], DeviceSupply("cuda", (4, 4), "H100"))
+    text = no_room(there, plan, "GPU")
+    assert text.startswith("no room for the ranks after 7 s: wanted GPU 4 + 4 on 2 nodes; ")
+    for n in there:
+        assert f"{n.ip}: {n.free['GPU']:g} of {n.total['GPU']:g} free" in text
+    assert text.endswith(remedy)
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cuda", None), ("cpu", [A] * 2)])
-def test_a_bundle_asks_for_what_its_device_is(device: Device, chosen: list[str] | None) -> None:
-    assert choose_nodes([node("10.0.0.1", 4, resource="CPU")], device, [2], free=True) == chosen
-
-
-def test_every_bundle_needs_a_device() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        slots([node("10.0.0.1", 2)] * 2, [0])
+def test_without_room_for_processes_cpus_are_counted() -> None:
+    there = [node("10.0.0.1", 4, free=1, resource="CPU"), node("10.0.0.2", 8)]
+    text = no_room(there, planned(TINY, cpu(2)), "CPU")
+    assert "wanted CPU 2 on 1 node; 10.0.0.1: 1 of 4 free; " in text
+    assert "10.0.0.2: 0 of 0 free" in text
+    assert text.endswith(BUSY)

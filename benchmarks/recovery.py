@@ -159,7 +159,7 @@ class Sides:
         return self._started(OURS, command, self._own, folder, tensorboard / "metrics.jsonl", phases)
 
     def torchrun(self) -> contextlib.AbstractContextManager[Side]:
-        """torch's own launcher, which restarts all processes."""
+        """The launcher that comes with torch: it restarts all processes."""
         folder = self._folder / "b"
         script, file = str(Path(__file__).with_name("torchrun_train.py")), folder / "records.jsonl"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
@@ -218,7 +218,7 @@ def _told_by_us(events: Path) -> Any:
 
 
 def _told_by_peer(file: Path, noticed: Callable[[float], float | None]) -> Any:
-    """A peer's phases: when its launcher noticed, and what the new rank 0 spent; clearing and placing are in `start`."""
+    """A peer's phases: when its launcher noticed, and what the new rank 0 spent. `start` holds clearing and placing."""
     tail = records.Tail(file)
 
     def phases(killed_at: float, step: dict[str, Any]) -> tuple[dict[str, float], dict[str, int]]:

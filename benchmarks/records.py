@@ -62,7 +62,7 @@ def torchrun_phases(lines: list[dict[str, Any]], started_at: float) -> dict[str,
 def torchrun_noticed(output: Path, after: float) -> float | None:
     """When torchrun said first, later than `after` (Unix seconds), that it ends the ranks because one failed."""
     for line in output.read_text(errors="replace").splitlines():
-        if (match := _TORCHRUN_ENDS.match(line)) and (at := _unix_time(*match.groups(), after)) >= after:
+        if (match := _TORCHRUN_ENDS.match(line)) and (at := _unix_time(*match.group(1, 2, 3), after)) >= after:
             return at
     return None
 

@@ -185,13 +185,15 @@ def soak(folder: Path, given: argparse.Namespace) -> Outcome:
         flags = {"ray-address": nodes.address, "train-iters": target}
         with _running(Run("calm", folder, flags | CALM, variables)) as calm:
             _end(calm)
+            # torch's own caches, which any run leaves.
+            usual = set(shared.iterdir())
             print(f"undisturbed: {target} steps in {time.time() - calm.tree.started_at:.0f} s", flush=True)
         with _running(Run("chaos", folder, flags | CHAOS, variables)) as run:
             chaos = Chaos(run, nodes)
             for fault in planned:
                 chaos.strike(fault)
             _end(run)
-            left = _left(run, nodes, shared)
+            left = _left(run, nodes, set(shared.iterdir()) - usual)
         console = run.tree.output.read_text(errors="replace")
     return Outcome(target, BATCH, chaos.struck, calm.lines(), run.lines(), run.accounts(), console, left)
 
@@ -201,7 +203,7 @@ def _end(run: Run) -> None:
         raise run.tree.error(f"ended with exit code {code}")
 
 
-def _left(run: Run, nodes: TwoNodes, shared: Path) -> list[str]:
+def _left(run: Run, nodes: TwoNodes, of_ranks: set[Path]) -> list[str]:
     """What the run has left behind, a moment after its end: processes, temporary files, saves that were cut off."""
     deadline = time.monotonic() + _GONE_S
     while True:
@@ -211,7 +213,7 @@ def _left(run: Run, nodes: TwoNodes, shared: Path) -> list[str]:
             break
         time.sleep(0.2)
     found = [f"process {process.pid}" for process in processes]
-    found += [str(path) for folder in (run.temporary, shared) for path in folder.iterdir()]
+    found += [str(path) for path in (*run.temporary.iterdir(), *sorted(of_ranks))]
     return found + [str(p) for p in run.checkpoints.iterdir() if p.is_dir() and not (p / _MARKER).exists()]
 
 

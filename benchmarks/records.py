@@ -62,8 +62,10 @@ def torchrun_phases(lines: list[dict[str, Any]], started_at: float) -> dict[str,
 def torchrun_noticed(output: Path, after: float) -> float | None:
     """When torchrun said first, later than `after` (Unix seconds), that it ends the ranks because one failed."""
     for line in output.read_text(errors="replace").splitlines():
-        if (match := _TORCHRUN_ENDS.match(line)) and (at := _unix_time(*match.group(1, 2, 3), after)) >= after:
-            return at
+        if match := _TORCHRUN_ENDS.match(line):
+            at = _unix_time(match[1], match[2], match[3], after)
+            if at >= after:
+                return at
     return None
 
 

@@ -39,7 +39,7 @@ _SETTLE_S = 3.0
 _SPREAD_S = 2.0
 _MANY = 1_000_000
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "device": "cpu",
     "dtype": "fp32",
     "num-layers": 2,
@@ -60,7 +60,7 @@ MODEL = {
     "use-exp-structure": 1,
     "exp-name": "run",
 }
-OWN_FLAGS = {"standby-processes": 1, "max-restarts": _MANY, "log-interval": 20}
+OWN_FLAGS: dict[str, Any] = {"standby-processes": 1, "max-restarts": _MANY, "log-interval": 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Sides:
 
     def _flags(self, folder: Path, more: Mapping[str, Any]) -> list[str]:
         ranks = self._given.ranks
-        flags = MODEL | {"exp-dir": folder, "gpus-per-node": ranks, "global-batch-size": 2 * ranks} | more
+        flags = {**MODEL, "exp-dir": folder, "gpus-per-node": ranks, "global-batch-size": 2 * ranks, **more}
         return [item for name, value in flags.items() for item in (f"--{name}", str(value))]
 
     @contextlib.contextmanager

@@ -174,7 +174,7 @@ def fill_standby(ray: Side, torchrun: Side, times: int) -> list[Filling]:
         seconds = one[0].slices[0][1] - began
         one[1].slices.append(torchrun.run_for(seconds))
         torchrun.run_for(_LAST_WORDS_S)
-        found += [Filling(seconds, pair) for pair in paired(*one, settle_s=0)]
+        found += [Filling(seconds, pair) for pair in paired(one[0], one[1], settle_s=0)]
     return found
 
 
@@ -276,8 +276,8 @@ def measure(folder: Path, given: argparse.Namespace) -> Result:
 
         def is_enough(pairs: int) -> bool:
             if given.steps is None:
-                return pairs >= given.pairs
-            return sum(map(len, whole_steps(ray, given.settle_s))) >= given.steps
+                return bool(pairs >= given.pairs)
+            return bool(sum(map(len, whole_steps(ray, given.settle_s))) >= given.steps)
 
         print("both train; now in turn", flush=True)
         alternate(ray, torchrun, is_enough, given.slice_s)

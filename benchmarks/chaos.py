@@ -91,6 +91,7 @@ class Run:
         self.tree = Tree(name, command, variables | {"TMPDIR": str(self.temporary)}, self.folder)
         self._tail = records.Tail(self.folder / "run" / "tensorboard" / "metrics.jsonl")
         self._accounts = records.Tail(self.folder / "run" / "tensorboard" / "events.jsonl")
+        self._step = self._looked_at = 0
         self.checkpoints = self.folder / "run" / "checkpoints"
 
     def lines(self) -> list[dict[str, Any]]:
@@ -103,7 +104,11 @@ class Run:
 
     def step(self) -> int:
         """The furthest step so far."""
-        return max((line["step"] for line in self.lines() if line["kind"] == "step"), default=0)
+        lines = self.lines()
+        for line in lines[self._looked_at :]:
+            self._step = max(self._step, line.get("step", 0) if line["kind"] == "step" else 0)
+        self._looked_at = len(lines)
+        return self._step
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written now."""

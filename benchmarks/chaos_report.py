@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import records
 from chaos_plan import Kind
 
 _PROBLEMS_SHOWN = 10
@@ -114,10 +115,9 @@ def _recoveries(struck: Sequence[Struck], steps: Sequence[dict[str, Any]]) -> tu
 
 def _own_account(accounts: Sequence[dict[str, Any]]) -> dict[str, int]:
     totals: dict[str, int] = {}
-    for line in accounts:
-        if line["kind"] == "recovered":
-            for name, count in line.get("processes", {}).items():
-                totals[name] = totals.get(name, 0) + count
+    for line in records.recoveries(list(accounts)):
+        for name, count in line["processes"].items():
+            totals[name] = totals.get(name, 0) + count
     return totals
 
 

@@ -59,6 +59,11 @@ def torchrun_phases(lines: list[dict[str, Any]], started_at: float) -> dict[str,
     return {"launcher or driver": last["born"] - started_at} | _in_rank(lines, last["seconds"], last["born"])
 
 
+def recoveries(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The recoveries among the lines of our events.jsonl: `attempt`, `phases` (seconds by name), `processes`."""
+    return [line for line in lines if line["kind"] == "recovery"]
+
+
 def torchrun_noticed(output: Path, after: float) -> float | None:
     """When torchrun said first, later than `after` (Unix seconds), that it ends the ranks because one failed."""
     for line in output.read_text(errors="replace").splitlines():

@@ -14,228 +14,22 @@ import os
 import random
 import secrets
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import faults
-import records
-from processes import BenchmarkError, Tree, end_on_sigterm, environment
+from processes import BenchmarkError, end_on_sigterm
+from recovery_sides import OURS, RAY_TRAIN, TORCHRUN, Recovery, Side, Sides
 
-OURS, TORCHRUN, RAY_TRAIN = "ours", "torchrun", "Ray Train"
 AT_ONCE = "ours, at once again"
 GOALS = {TORCHRUN: 0.15, RAY_TRAIN: 0.25}
 PHASES = ("detect", "clear", "place", "start", "load", "first step")
-_START_TIMEOUT_S = 300.0
-_RECOVERY_TIMEOUT_S = 300.0
-_ACCOUNT_S = 5.0
-_SETTLE_S = 3.0
 _SPREAD_S = 2.0
-_MANY = 1_000_000
-
-MODEL: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "num-layers": 2,
-    "hidden-size": 64,
-    "ffn-hidden-size": 176,
-    "num-attention-heads": 4,
-    "num-query-groups": 2,
-    "kv-channels": 16,
-    "seq-length": 32,
-    "vocab-size": 256,
-    "data-arg": "MOCK",
-    "micro-batch-size": 2,
-    "train-iters": _MANY,
-    "eval-interval": 0,
-    "eval-iters": 1,
-    "save-interval": 20,
-    "max-checkpoints": 3,
-    "use-exp-structure": 1,
-    "exp-name": "run",
-}
-OWN_FLAGS: dict[str, Any] = {"standby-processes": 1, "max-restarts": _MANY, "log-interval": 20}
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """One fault got over. A phase that its system does not tell of is missing in `phases`."""
-
-    rank: int
-    seconds: float
-    phases: dict[str, float]
-    repeated_steps: int
-    """Steps that had been told of and were trained again."""
-    processes: dict[str, int]
-    """Ours: how many of the ranks' processes were kept, had stood by, or were started."""
-
-
-@dataclass(slots=True)
-class Side:
-    """One of the three trainings."""
-
-    name: str
-    tree: Tree
-    tail: records.Tail
-    phases: Callable[[float, dict[str, Any]], tuple[dict[str, float], dict[str, int]]]
-    """Seconds by phase, and processes, of the recovery from a kill at a time (Unix), which ended with that step."""
-    standby: faults.Standby | None = None
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of one kind so far."""
-        return [line for line in self.tail.read() if line["kind"] == kind]
-
-    def attempt(self) -> Any:
-        """What tells the present attempt from earlier ones."""
-        return self.of("step")[-1]["attempt"]
-
-    def has_saved(self) -> bool:
-        """Whether the present attempt has published a checkpoint."""
-        return any(line["attempt"] == self.attempt() for line in self.of("save"))
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Let it run within the block, and then be ready for a fault."""
-        self.tree.signal(signal.SIGCONT)
-        try:
-            time.sleep(_SETTLE_S)
-            self.tree.wait_for(self.has_saved, "checkpoint", _RECOVERY_TIMEOUT_S)
-            if self.standby is not None:
-                self.standby.wait()
-            yield
-        finally:
-            self.tree.signal(signal.SIGSTOP)
-
-    def strike(self, rank: int) -> Recovery:
-        """Kill `rank` now, and see a step finished again. Raises `BenchmarkError` when that fails."""
-        process = faults.wait_for_rank(self.tree, rank, _RECOVERY_TIMEOUT_S)
-        if self.standby is not None:
-            self.standby.fault()
-        # Whatever is told of the attempt so far, told with half a second's delay, is no recovery.
-        before = self.attempt()
-        killed_at = time.time()
-        process.kill()
-        self.tree.wait_for(lambda: self._first_after(before) is not None, "recovery", _RECOVERY_TIMEOUT_S)
-        step = self._first_after(before)
-        assert step is not None
-        last = max(line["step"] for line in self.of("step") if line["attempt"] == before)
-        if not 1 < step["step"] <= last + 1:
-            raise self.tree.error(f"went on with step {step['step']} after step {last}: not from the newest checkpoint")
-        phases, processes = self.phases(killed_at, step)
-        return Recovery(rank, step["time"] - killed_at, phases, last + 1 - step["step"], processes)
-
-    def _first_after(self, attempt: Any) -> dict[str, Any] | None:
-        """The first step of whatever attempt followed `attempt`."""
-        steps = self.of("step")
-        place = max(i for i, line in enumerate(steps) if line["attempt"] == attempt)
-        return steps[place + 1] if place + 1 < len(steps) else None
-
-
-class Sides:
-    """Starts the three, each in a folder of its own."""
-
-    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
-        self._folder, self._given = folder, given
-        own = environment(folder, folder / "bytecode", 1)
-        here = str(Path(__file__).parent)
-        # Ray Train's workers import the peer's modules. Ray's workers run at nice 15 otherwise; ours do not.
-        more = {"PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], here]), "RAY_worker_niceness": "0"}
-        more |= {"TORCHDYNAMO_DISABLE": "1", "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1"}
-        more |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(given.ray_train_poll_s)}
-        self._own, self._peers = own, own | more
-
-    def ours(self) -> contextlib.AbstractContextManager[Side]:
-        """Our command, with a Ray of its own."""
-        folder = self._folder / "a"
-        tensorboard = folder / "run" / "tensorboard"
-        command = [sys.executable, "-m", "raytrain_llama3", *self._flags(folder, OWN_FLAGS)]
-        phases = _told_by_us(tensorboard / "events.jsonl")
-        return self._started(OURS, command, self._own, folder, tensorboard / "metrics.jsonl", phases)
-
-    def torchrun(self) -> contextlib.AbstractContextManager[Side]:
-        """The launcher that comes with torch: it restarts all processes."""
-        folder = self._folder / "b"
-        script, file = str(Path(__file__).with_name("torchrun_train.py")), folder / "records.jsonl"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
-        launcher += [f"--nproc-per-node={self._given.ranks}", f"--max-restarts={_MANY}"]
-        command = [*launcher, script, "--records", str(file), *self._flags(folder, {})]
-        phases = _told_by_peer(file, lambda at: records.torchrun_noticed(folder / "output.txt", at))
-        return self._started(TORCHRUN, command, self._peers, folder, file, phases)
-
-    def ray_train(self) -> contextlib.AbstractContextManager[Side]:
-        """Ray Train's TorchTrainer, which starts a new group of workers."""
-        folder = self._folder / "c"
-        script, file = str(Path(__file__).with_name("ray_train_peer.py")), folder / "records.jsonl"
-        command = [sys.executable, script, "--records", str(file), "--ray-folder", str(self._folder / "r")]
-        noticed = records.Tail(Path(f"{file}.noticed"))
-        phases = _told_by_peer(file, lambda at: next((x["time"] for x in noticed.read() if x["time"] > at), None))
-        return self._started(RAY_TRAIN, command + self._flags(folder, {}), self._peers, folder, file, phases)
-
-    def _flags(self, folder: Path, more: Mapping[str, Any]) -> list[str]:
-        ranks = self._given.ranks
-        flags = {**MODEL, "exp-dir": folder, "gpus-per-node": ranks, "global-batch-size": 2 * ranks, **more}
-        return [item for name, value in flags.items() for item in (f"--{name}", str(value))]
-
-    @contextlib.contextmanager
-    def _started(
-        self, name: str, command: list[str], variables: Mapping[str, str], folder: Path, file: Path, phases: Any
-    ) -> Iterator[Side]:
-        side = Side(name, Tree(name, command, variables, folder), records.Tail(file), phases)
-        try:
-            side.tree.wait_for(lambda: bool(side.of("step")) and side.has_saved(), "checkpoint", _START_TIMEOUT_S)
-            if name == OURS:
-                side.standby = faults.Standby(side.tree, self._given.standby_wait_s)
-            side.tree.signal(signal.SIGSTOP)
-            print(f"{name} trains", flush=True)
-            yield side
-        finally:
-            side.tree.end(patience_s=60)
-
-
-def _told_by_us(events: Path) -> Any:
-    """Phases and processes as our command accounts for them, once the recovery is over."""
-    tail = records.Tail(events)
-
-    def phases(killed_at: float, _step: dict[str, Any]) -> tuple[dict[str, float], dict[str, int]]:
-        deadline = time.monotonic() + _ACCOUNT_S
-        while events.exists():
-            for line in tail.read():
-                if line["kind"] == "recovered" and line["time"] > killed_at:
-                    seconds = {name.replace("_", " "): value for name, value in line["phase_seconds"].items()}
-                    return seconds, line.get("processes", {})
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        return {}, {}
-
-    return phases
-
-
-def _told_by_peer(file: Path, noticed: Callable[[float], float | None]) -> Any:
-    """A peer's phases: when its launcher noticed, and what the new rank 0 spent. `start` holds clearing and placing."""
-    tail = records.Tail(file)
-
-    def phases(killed_at: float, step: dict[str, Any]) -> tuple[dict[str, float], dict[str, int]]:
-        deadline = time.monotonic() + _ACCOUNT_S
-        while time.monotonic() < deadline:
-            told = [x for x in tail.read() if x["kind"] == "phases" and x["attempt"] == step["attempt"]]
-            at = noticed(killed_at)
-            if told and at is not None:
-                seconds = told[0]["seconds"]
-                last = {"load": seconds["model"] + seconds["load"], "first step": seconds["first_step"]}
-                start = step["time"] - sum(last.values()) - at
-                return {"detect": at - killed_at, "start": start} | last, {}
-            time.sleep(0.1)
-        return {}, {}
-
-    return phases
-
 
 Round = dict[str, Recovery]
 
@@ -254,9 +48,10 @@ def measure(folder: Path, given: argparse.Namespace) -> tuple[list[Round], bool]
             for side in sides:
                 with side.running():
                     time.sleep(delay_s)
-                    row[side.name] = side.strike(ranks[0])
+                    struck = [side.strike(ranks[0])]
                     if side.name == OURS:
-                        row[AT_ONCE] = side.strike(ranks[1])
+                        struck.append(side.strike(ranks[1]))
+                    row |= {n: side.account(s) for n, s in zip((side.name, AT_ONCE), struck, strict=False)}
             told = ", ".join(f"{name} {one.seconds:.2f} s" for name, one in row.items())
             print(f"fault {number}: rank {ranks[0]} (at once again: rank {ranks[1]}): {told}", flush=True)
             found.append(row)
@@ -268,7 +63,7 @@ def check_same(sides: Sequence[Side]) -> None:
     """Raise `BenchmarkError` unless a step gave one loss, on every side and however often it was trained."""
     losses: dict[int, float] = {}
     for side in sides:
-        for line in side.of("step"):
+        for line in side.steps:
             if line["loss"] != losses.setdefault(line["step"], line["loss"]):
                 raise BenchmarkError(
                     f"not the same training: {side.name} has loss {line['loss']} at step {line['step']}, before it was "

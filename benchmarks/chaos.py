@@ -76,6 +76,8 @@ CHAOS = {
     "node-strikes": _MANY,
     "node-rejoin-timeout-s": 120,
     "hang-timeout-s": 5,
+    # A rank that is stopped while it starts or saves; four that import at once take a while.
+    "slow-phase-timeout-s": 60,
 }
 
 
@@ -132,7 +134,7 @@ class Chaos:
         if kind is Kind.STANDBY:
             kind, told = self._strike_standby(fault)
         elif kind is Kind.NODE:
-            at, told = time.time(), f"{fault.absence_s:.1f} s without it"
+            told = f"{fault.absence_s:.1f} s without it"
             self._nodes.kill_raylet()
         else:
             self._signal_rank(fault)

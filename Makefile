@@ -24,9 +24,10 @@ lint: .venv/.ready  ## style, types, layers
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-benchmarks: .venv/.ready  ## measure start-up and step overhead beside torchrun
+benchmarks: .venv/.ready  ## measure start-up, step overhead and recovery beside their peers
 	$(RUN) benchmarks/startup.py
 	$(RUN) benchmarks/step_overhead.py
+	$(RUN) benchmarks/recovery.py
 
 lock: $(UV)  ## choose exact versions anew
 	$(UV) pip compile -q pyproject.toml --extra dev --extra demo --extra hf --universal \

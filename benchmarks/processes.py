@@ -49,6 +49,11 @@ class Tree:
             self._known |= fresh
         return [process for process in self._known if _is_alive(process)]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the command itself has not ended."""
+        return self._root.poll() is None
+
     def signal(self, number: int) -> None:
         """Send `number` to all processes, then to those born meanwhile."""
         done: set[psutil.Process] = set()

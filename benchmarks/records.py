@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+_TORCHRUN_ENDS = re.compile(r"[WE](\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) .*(?:closing signal|failed \(exitcode)")
 _RANK_PHASES = ("process_group", "model", "first_step")
 
 
@@ -28,6 +30,24 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+class Tail:
+    """A JSON lines file that grows: all of it so far, each line parsed once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.lines: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every whole line so far."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole = file.read().rpartition(b"\n")
+            self._offset += len(whole[0]) + len(whole[1])
+            self.lines += [json.loads(line) for line in whole[0].splitlines()]
+        return self.lines
+
+
 def steps(lines: list[dict[str, Any]]) -> list[Step]:
     """The steps among `lines`, in order."""
     return [Step(line["step"], line["loss"], line["time"]) for line in lines if line["kind"] == "step"]
@@ -37,6 +57,27 @@ def torchrun_phases(lines: list[dict[str, Any]], started_at: float) -> dict[str,
     """Seconds of each part of torchrun's way to the first step, which add up to the whole of it."""
     (last,) = (line for line in lines if line["kind"] == "phases")
     return {"launcher or driver": last["born"] - started_at} | _in_rank(lines, last["seconds"], last["born"])
+
+
+def recoveries(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The recoveries among the lines of our events.jsonl: `attempt`, `phases` (seconds by name), `processes`."""
+    return [line for line in lines if line["kind"] == "recovery"]
+
+
+def torchrun_noticed(output: Path, after: float) -> float | None:
+    """When torchrun said first, later than `after` (Unix seconds), that it ends the ranks because one failed."""
+    for line in output.read_text(errors="replace").splitlines():
+        if match := _TORCHRUN_ENDS.match(line):
+            at = _unix_time(match[1], match[2], match[3], after)
+            if at >= after:
+                return at
+    return None
+
+
+def _unix_time(month: str, day: str, clock: str, near: float) -> float:
+    """The local time in a line of torch's log, which leaves out the year: that of `near`."""
+    year = datetime.fromtimestamp(near).year
+    return datetime.strptime(f"{year}-{month}-{day} {clock}", "%Y-%m-%d %H:%M:%S.%f").timestamp()
 
 
 def command_phases(lines: list[dict[str, Any]], started_at: float, spoke_at: float, console: str) -> dict[str, float]:

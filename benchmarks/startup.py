@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import cluster
 import psutil
 import records
-from processes import BenchmarkError, Tree, end_on_sigterm, environment, free_ports
+from processes import BenchmarkError, Tree, end_on_sigterm, environment
 
 TORCHRUN, OWN, WARM = "torchrun", "own Ray", "warm cluster"
 GOALS = {OWN: 1.5, WARM: 1.1}
@@ -96,24 +97,11 @@ class Starts:
     @contextlib.contextmanager
     def cluster(self) -> Iterator[str]:
         """A running Ray that nobody uses; yields its address."""
-        port, *others = free_ports(9)
-        names = (
-            *("ray-client-server", "dashboard", "dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export"),
-            *("node-manager", "object-manager", "runtime-env-agent"),
-        )
-        ports = [f"--{name}-port={other}" for name, other in zip(names, others, strict=True)]
-        cpus = max(os.cpu_count() or 1, self._ranks)
-        command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address=127.0.0.1"),
-            *(f"--port={port}", f"--num-cpus={cpus}", f"--temp-dir={self._folder / 'ray'}", *ports),
-            "--object-store-memory=268435456",
-        ]
-        # Workers at the priority of everything else, as our command's own Ray has them.
-        settings = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-        with self._started("ray start", command, self._environment | settings) as (tree, _):
-            tree.wait_for(lambda: b"Ray runtime started" in tree.output.read_bytes(), "cluster", _TIMEOUT_S)
+        command, address = cluster.head(self._folder / "ray", max(os.cpu_count() or 1, self._ranks))
+        with self._started("ray start", command, self._environment | cluster.SETTINGS) as (tree, _):
+            cluster.wait_until_started(tree)
             _wait_until_quiet(tree)
-            yield f"127.0.0.1:{port}"
+            yield address
 
     @contextlib.contextmanager
     def _started(self, name: str, command: list[str], variables: Mapping[str, str]) -> Iterator[tuple[Tree, Path]]:

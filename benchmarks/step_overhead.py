@@ -1,7 +1,7 @@
 """Seconds a training step under Ray over seconds a step under torchrun: the same code, in turn on one machine.
 
 Both trainings live at once and only one runs: every process of the other one's tree is stopped (SIGSTOP). Run it as
-`python benchmarks/step_overhead.py [--pairs 40] [--slice-s 3] [--threads 2] [--json FILE]`.
+`python benchmarks/step_overhead.py [--pairs 40 | --steps 1000] [--slice-s 3] [--threads 2] [--json FILE]`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import faults
 import numpy as np
 import psutil
 import records
@@ -29,6 +30,8 @@ from processes import BenchmarkError, Tree, end_on_sigterm, environment
 
 RAY, TORCHRUN = "Ray", "torchrun"
 GOAL = 1.02
+LONG_GOAL = 1.01
+"""With `--steps`: what a long run without a fault may lose to watching for one."""
 _LEAST_STEP_S = 0.2
 _START_TIMEOUT_S = 300.0
 _WARM_UP_STEPS = 3
@@ -68,6 +71,7 @@ class Side:
     name: str
     tree: Tree
     file: Path
+    standby: faults.Standby | None = None
     slices: list[tuple[float, float]] = field(default_factory=list)
 
     def steps(self) -> list[records.Step]:
@@ -94,38 +98,84 @@ class Pair:
     torchrun_steps: int
 
     @property
+    def ratio(self) -> float:
+        """Ray's seconds over torchrun's."""
+        return self.ray_s / self.torchrun_s
+
+    @property
     def log_ratio(self) -> float:
-        """Logarithm of Ray's seconds over torchrun's."""
-        return math.log(self.ray_s / self.torchrun_s)
+        """Its logarithm."""
+        return math.log(self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """The time in which a standby process was started and imported everything, beside as much of torchrun's."""
+
+    seconds: float
+    pair: Pair
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of training that it cost."""
+        return self.seconds * (1 - 1 / self.pair.ratio)
 
 
 @contextlib.contextmanager
-def started(name: str, folder: Path, bytecode: Path, threads: int, launcher: str) -> Iterator[Side]:
-    """A training that has done its first steps and stands still; it is gone after the block."""
+def started(name: str, folder: Path, given: argparse.Namespace, launcher: str) -> Iterator[Side]:
+    """A training that has done its first steps, has its standby ready and stands still; it is gone after the block."""
     flags = [item for option, value in MODEL.items() for item in (f"--{option}", str(value))]
     if launcher == RAY:
-        command = [sys.executable, "-m", "raytrain_llama3", *flags]
+        command = [sys.executable, "-m", "raytrain_llama3", *flags, "--standby-processes", "1"]
         file = folder / "run" / "tensorboard" / "metrics.jsonl"
     else:
         script, file = str(Path(__file__).with_name("torchrun_train.py")), folder / "records.jsonl"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", script]
         command += ["--records", str(file), *flags]
-    side = Side(name, Tree(name, command, environment(folder.parent, bytecode, threads), folder), file)
+    variables = environment(folder.parent, folder.parent / "bytecode", given.threads)
+    side = Side(name, Tree(name, command, variables, folder), file)
     try:
         side.tree.wait_for(lambda: len(side.steps()) >= _WARM_UP_STEPS, "steps", _START_TIMEOUT_S)
+        if launcher == RAY:
+            side.standby = faults.Standby(side.tree, given.standby_wait_s)
+            side.standby.wait()
         side.tree.signal(signal.SIGSTOP)
         yield side
     finally:
         side.tree.end(patience_s=60)
 
 
-def alternate(ray: Side, torchrun: Side, pairs: int, slice_s: float) -> None:
-    """Run the two in turn, `pairs` times each, the first of a pair being now one and now the other."""
-    for number in range(pairs):
+def alternate(ray: Side, torchrun: Side, is_enough: Callable[[int], bool], slice_s: float) -> None:
+    """Run the two in turn until so many pairs are enough, the first of a pair being now one and now the other."""
+    for number in itertools.count():
+        if is_enough(number):
+            break
         for side in (torchrun, ray) if number % 2 else (ray, torchrun):
             side.slices.append(side.run_for(slice_s))
     for side in (ray, torchrun):
         side.run_for(_LAST_WORDS_S)
+
+
+def fill_standby(ray: Side, torchrun: Side, times: int) -> list[Filling]:
+    """Kill the standby process `times` times, and see what it costs until another has taken its place."""
+    found = list[Filling]()
+    for _ in range(times):
+        one = [replace(side, slices=[]) for side in (ray, torchrun)]
+        processes = faults.standbys(ray.tree.processes())
+        if ray.standby is None or not ray.standby.is_told or not processes:
+            break
+        ray.tree.signal(signal.SIGCONT)
+        ray.standby.fault()
+        began = time.time()
+        processes[0].kill()
+        ray.standby.wait()
+        one[0].slices.append((began, time.time()))
+        ray.run_for(_LAST_WORDS_S)
+        seconds = one[0].slices[0][1] - began
+        one[1].slices.append(torchrun.run_for(seconds))
+        torchrun.run_for(_LAST_WORDS_S)
+        found += [Filling(seconds, pair) for pair in paired(one[0], one[1], settle_s=0)]
+    return found
 
 
 def whole_steps(side: Side, settle_s: float) -> list[list[float]]:
@@ -166,14 +216,15 @@ def check_same(ray: Side, torchrun: Side) -> None:
         raise BenchmarkError(f"the processes run at different priorities: {sorted(priorities)}")
 
 
-def table(pairs: Sequence[Pair], names: Sequence[str], threads: int, slice_s: float) -> str:
+def table(found: Result, given: argparse.Namespace) -> str:
     """The result for people."""
+    pairs, names = found.pairs, found.names
     ratio, low, high = interval(pairs)
-    goal = f"goal ≤ {GOAL}: {'met' if ratio <= GOAL else 'missed'}" if RAY in names else "must be 1"
+    goal = f"goal ≤ {found.goal}: {'met' if ratio <= found.goal else 'missed'}" if RAY in names else "must be 1"
     columns = zip(names, ("ray", "torchrun"), strict=True)
     lines = [
-        f"\nseconds a step: one rank of {threads} threads, {os.cpu_count()} cores, {len(pairs)} pairs of slices of "
-        f"{slice_s:g} s",
+        f"\nseconds a step: one rank of {given.threads} threads, {os.cpu_count()} cores, {len(pairs)} pairs of slices "
+        f"of {given.slice_s:g} s",
         f"{'':<16}{'median':>8}{'least–most':>16}{'steps':>8}",
     ]
     for name, side in columns:
@@ -185,34 +236,70 @@ def table(pairs: Sequence[Pair], names: Sequence[str], threads: int, slice_s: fl
             lines.append(f"  this is less than the {_LEAST_STEP_S} s a step that the goal speaks of")
     lines.append(
         f"{names[0]} / {names[1]}: {ratio:.4f}, 95 % confidence {low:.4f}–{high:.4f} ({goal}); "
-        f"pair by pair {math.exp(min(p.log_ratio for p in pairs)):.3f}–{math.exp(max(p.log_ratio for p in pairs)):.3f}"
+        f"pair by pair {min(p.ratio for p in pairs):.3f}–{max(p.ratio for p in pairs):.3f}"
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, *standby_lines(found, given)])
 
 
-def measure(folder: Path, given: argparse.Namespace) -> list[Pair]:
+def standby_lines(found: Result, given: argparse.Namespace) -> list[str]:
+    """What is to be said of the standby process."""
+    if RAY not in found.names:
+        return []
+    lines = []
+    if not found.has_standby:
+        lines.append(f"  our command did not always say {faults.STANDBY_READY!r} within {given.standby_wait_s:g} s")
+    for one in found.fillings:
+        lines.append(
+            f"while a standby process was filled, for {one.seconds:.1f} s: {one.pair.ratio:.3f} times torchrun's "
+            f"seconds a step, {one.lost_s:.1f} s lost in all"
+        )
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was measured."""
+
+    names: tuple[str, str]
+    goal: float
+    pairs: list[Pair]
+    fillings: list[Filling]
+    has_standby: bool
+
+
+def measure(folder: Path, given: argparse.Namespace) -> Result:
     """Start both, let them run in turn, and compare. Raises `BenchmarkError` when either does not last."""
-    bytecode = folder / "bytecode"
-    first = TORCHRUN if given.null else RAY
+    first = "torchrun again" if given.null else RAY
     with contextlib.ExitStack() as stack:
-        torchrun = stack.enter_context(started(TORCHRUN, folder / "b", bytecode, given.threads, TORCHRUN))
-        ray = stack.enter_context(started(first, folder / "a", bytecode, given.threads, first))
-        print(f"both train; now in turn, for {2 * given.pairs * given.slice_s / 60:.0f} min", flush=True)
-        alternate(ray, torchrun, given.pairs, given.slice_s)
-        check_same(ray, torchrun)
+        torchrun = stack.enter_context(started(TORCHRUN, folder / "b", given, TORCHRUN))
+        ray = stack.enter_context(started(first, folder / "a", given, TORCHRUN if given.null else RAY))
+
+        def is_enough(pairs: int) -> bool:
+            if given.steps is None:
+                return bool(pairs >= given.pairs)
+            return bool(sum(map(len, whole_steps(ray, given.settle_s))) >= given.steps)
+
+        print("both train; now in turn", flush=True)
+        alternate(ray, torchrun, is_enough, given.slice_s)
         pairs = paired(ray, torchrun, given.settle_s)
-    if len(pairs) < max(2, 0.9 * given.pairs):
-        raise BenchmarkError(f"only {len(pairs)} of {given.pairs} pairs hold whole steps: lengthen --slice-s")
-    return pairs
+        if len(pairs) < max(2, 0.9 * len(ray.slices)):
+            raise BenchmarkError(f"only {len(pairs)} of {len(ray.slices)} pairs hold whole steps: lengthen --slice-s")
+        fillings = fill_standby(ray, torchrun, given.fillings)
+        check_same(ray, torchrun)
+        goal = GOAL if given.steps is None else LONG_GOAL
+        return Result((first, TORCHRUN), goal, pairs, fillings, ray.standby is not None and ray.standby.is_told)
 
 
 def main() -> int:
     """Run the benchmark; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=40, help="slices of each side (default 40)")
+    parser.add_argument("--steps", type=int, help="as many slices as hold so many whole steps of ours, instead")
     parser.add_argument("--slice-s", type=float, default=3.0, help="seconds a slice (default 3)")
     parser.add_argument("--settle-s", type=float, default=0.3, help="start of a slice left out (default 0.3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS (default: all cores)")
+    parser.add_argument("--standby-wait-s", type=float, default=60.0, help="for a standby to be filled (default 60)")
+    parser.add_argument("--fillings", type=int, default=3, help="times a standby is killed and filled (default 3)")
     parser.add_argument("--null", action="store_true", help="torchrun on both sides: must come out as 1")
     parser.add_argument("--json", type=Path, help="write every pair and the ratio to this file")
     given = parser.parse_args()
@@ -220,19 +307,17 @@ def main() -> int:
     # Short: Ray puts sockets below it, whose paths the kernel limits to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="rb-"))
     try:
-        pairs = measure(folder, given)
+        found = measure(folder, given)
     except BenchmarkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    names = ("torchrun again", TORCHRUN) if given.null else (RAY, TORCHRUN)
-    print(table(pairs, names, given.threads, given.slice_s))
+    print(table(found, given))
     if given.json:
-        ratio, low, high = interval(pairs)
-        result = {"names": names, "threads": given.threads, "cores": os.cpu_count(), "goal": GOAL}
-        result |= {"ratio": ratio, "confidence_95": [low, high], "pairs": [asdict(pair) for pair in pairs]}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        ratio, low, high = interval(found.pairs)
+        result = {"threads": given.threads, "cores": os.cpu_count(), "ratio": ratio, "confidence_95": [low, high]}
+        given.json.write_text(json.dumps(result | asdict(found), indent=1) + "\n")
     return 0
 
 

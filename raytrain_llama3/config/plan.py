@@ -13,6 +13,9 @@ from raytrain_llama3.config.schema import Config
 
 Device = Literal["cpu", "cuda"]
 
+LOG_HEADER = "===== attempt"
+"""How a rank's log begins, each time that a process takes the rank up: a later run goes on in the same file."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSupply:

@@ -7,12 +7,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from raytrain_llama3.config.plan import LOG_HEADER
 from raytrain_llama3.errors import RankError
 from raytrain_llama3.messages import Failure, FailureKind, RankSpec
 
 _LOG_TAIL_LINES = 20
-_LOG_TAIL_BYTES = 65_536
-_CRASH_LINES = 400
+_LOG_TAIL_BYTES = 16_384
+_CRASH_BYTES = 262_144
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _MEMORY_REMEDY = (
     "the node's own memory, not a GPU's: use fewer processes a node, smaller micro_batch_size or standby_processes, or "
@@ -81,7 +82,8 @@ def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None
 
 def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
     # The note stands above the stacks of all threads.
-    notes = _FATAL.findall("\n".join(log_tail(Path(failure.log_path), _CRASH_LINES)))
+    own = _end_of(Path(failure.log_path), _CRASH_BYTES).rpartition(LOG_HEADER)[2]
+    notes = _FATAL.findall(own)
     who = "the process" if pid is None else f"process {pid}"
     if notes:
         return replace(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
@@ -119,11 +121,15 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1 if isinstance(error, ray.exceptions.RayError) else 0]}"
 
 
-def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> tuple[str, ...]:
+def log_tail(path: Path) -> tuple[str, ...]:
     """The last lines of a rank's log, where this host can read it."""
+    return tuple(_end_of(path, _LOG_TAIL_BYTES).splitlines()[-_LOG_TAIL_LINES:])
+
+
+def _end_of(path: Path, size_bytes: int) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-            return tuple(file.read().decode(errors="replace").splitlines()[-lines:])
+            file.seek(max(0, path.stat().st_size - size_bytes))
+            return file.read().decode(errors="replace")
     except OSError:
-        return ()
+        return ""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raytrain_llama3.config import env
-from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.config.plan import LOG_HEADER, RunPlan
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
 from raytrain_llama3.train.faults import PlainWords
 from raytrain_llama3.train.links import Links
@@ -89,6 +89,7 @@ class TrainWorker:
         if self._facts is None:
             raise RuntimeError("prepare() comes before run()")
         _redirect_output(plan.paths.rank_log(spec.attempt, spec.rank))
+        sys.stderr.write(f"{LOG_HEADER} {spec.attempt}, {spec.name}, process {os.getpid()}, {time.ctime()}\n")
         logging.getLogger().setLevel(plan.config.log_level)
         self._reporter.begin(spec.rank)
         self._links.before_opening()

@@ -11,6 +11,7 @@ import pytest
 from ray import exceptions
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
+from raytrain_llama3.config.plan import LOG_HEADER
 from raytrain_llama3.errors import RankError
 from raytrain_llama3.launch.failures import from_error, log_tail, rank_of_evidence
 from raytrain_llama3.messages import Failure, FailureKind, RankSpec
@@ -138,11 +139,16 @@ CRASH = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f (most
     [
         (f"step 1\n{CRASH}", FailureKind.CRASHED, "process 33 crashed: Segmentation fault"),
         ("Fatal Python error: Aborted\n", FailureKind.CRASHED, "process 33 crashed: Aborted"),
-        # The last is this one's: a log goes on over what was there.
+        # Above the stacks of many threads.
+        (CRASH + "  File\n" * 50, FailureKind.CRASHED, "process 33 crashed: Segmentation fault"),
         (f"{CRASH}Fatal Python error: Bus error\n", FailureKind.CRASHED, "process 33 crashed: Bus error"),
         ("step 1\nstep 2\n", FailureKind.DIED, "process 33 ended without a word (Worker exit detail: "),
-        # Older than the last lines.
-        (CRASH + "step\n" * 20, FailureKind.DIED, "process 33 ended without a word (Worker exit detail: "),
+        # That of an earlier run, which wrote into the same file.
+        (
+            f"{CRASH}{LOG_HEADER} 0, rank-2\nstep 1\n",
+            FailureKind.DIED,
+            "process 33 ended without a word (Worker exit detail: ",
+        ),
     ],
 )
 def test_the_log_tells_a_crash_from_a_kill(tmp_path: Path, log: str, kind: FailureKind, said: str) -> None:

@@ -11,8 +11,7 @@ from raytrain_llama3.launch.crew import Member
 from raytrain_llama3.messages import Failure, Phase
 from raytrain_llama3.metrics import Metrics
 
-_TO_FIRST_STEP = (Phase.PROCESS_GROUP, Phase.MODEL, Phase.LOAD, Phase.FIRST_STEP)
-"""What rank 0 goes through before its first step is done. It may be further when the driver hears of that."""
+_TRAINING = (Phase.PROCESS_GROUP, Phase.MODEL, Phase.LOAD, Phase.FIRST_STEP)
 
 
 def describe(failure: Failure) -> list[str]:
@@ -48,15 +47,11 @@ class Recovery:
     def tell(
         self, metrics: Metrics, members: Sequence[Member], training: Mapping[str, float], resume_step: int
     ) -> None:
-        """Say that the next attempt has done its first step; `training` are rank 0's own phases.
-
-        The phases told add up to the time from the fault to that step.
-        """
+        """Say that the next attempt has done its first step; `training` are rank 0's own phases."""
         imported = max((m.process.facts.import_s for m in members if m.process.facts and m.process.is_new), default=0.0)
-        phases = {"detect": self.failure.detect_s, **self.seconds}
-        # Processes are waited for until they have imported everything.
-        phases |= {"start": max(self.seconds.get("start", 0.0) - imported, 0.0), "import": imported}
-        phases |= {phase.value: training[phase] for phase in _TO_FIRST_STEP if phase in training}
+        waited_s = max(self.seconds.get("start", 0.0) - imported, 0.0)
+        own = {str(name): training[name] for name in _TRAINING if name in training}
+        phases = {"detect": self.failure.detect_s, **self.seconds, "start": waited_s, "import": imported, **own}
         origins = Counter(m.process.origin for m in members)
         metrics.recovered(
             phases,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytrain_llama3.config.plan import LOG_HEADER
-from raytrain_llama3.errors import RankError
+from raytrain_llama3.errors import HardwareError, RankError
 from raytrain_llama3.messages import Failure, FailureKind, RankSpec
 
 _LOG_TAIL_LINES = 20
@@ -88,14 +88,19 @@ def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
     if notes:
         return replace(failure, kind=FailureKind.CRASHED, error=f"{who} crashed: {notes[-1]}")
     text = str(error)
+    if "error raised in its creation task" in text:
+        reason = text.strip().splitlines()[-1].strip()
+        needs = "every node needs this package, where its Ray finds it"
+        said = f"no rank can start on {failure.node_ip}: {reason}; {needs}"
+        return replace(failure, kind=FailureKind.EXCEPTION, error=said, exit_code=HardwareError.exit_code)
     if "its node has died" in text:
         return replace(
             failure, kind=FailureKind.NODE_DIED, error=f"node {failure.node_ip} is gone: Ray says that it died"
         )
     if "running low on memory" in text:
         return replace(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
-    said = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
-    detail = f" ({said[0]})" if said else ""
+    found = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
+    detail = f" ({found[0]})" if found else ""
     return replace(
         failure,
         kind=FailureKind.DIED,

@@ -101,6 +101,10 @@ def test_a_rank_whose_clock_is_ahead_was_seen_at_once() -> None:
         (lambda: died("The process exited with exit code 0"), FailureKind.DIED,
          "process 33 ended without a word (exited with exit code 0): killed (for want of memory?), or it left by "
          "itself"),
+        (lambda: died("The actor died because of an error raised in its creation task, ray::X\n  ^^^\n"
+                      "ModuleNotFoundError: No module named 'raytrain_llama3'"), FailureKind.EXCEPTION,
+         "no rank can start on 10.0.0.7: ModuleNotFoundError: No module named 'raytrain_llama3'; every node needs this "
+         "package, where its Ray finds it"),
         (lambda: exceptions.ActorDiedError(), FailureKind.DIED,
          "process 33 ended without a word: killed (for want of memory?), or it left by itself"),
         (lambda: exceptions.ActorUnavailableError("connection lost", b"0123456789abcdef"), FailureKind.DIED,
@@ -143,17 +147,12 @@ CRASH = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f (most
         (CRASH + "  File\n" * 50, FailureKind.CRASHED, "process 33 crashed: Segmentation fault"),
         (f"{CRASH}Fatal Python error: Bus error\n", FailureKind.CRASHED, "process 33 crashed: Bus error"),
         ("step 1\nstep 2\n", FailureKind.DIED, "process 33 ended without a word (Worker exit detail: "),
-<<<<<<< HEAD
         # That of an earlier run, which wrote into the same file.
         (
             f"{CRASH}{LOG_HEADER} 0, rank-2\nstep 1\n",
             FailureKind.DIED,
             "process 33 ended without a word (Worker exit detail: ",
         ),
-=======
-        # Long before: not this process's end.
-        (CRASH + "step\n" * 20_000, FailureKind.DIED, "process 33 ended without a word (Worker exit detail: "),
->>>>>>> units
     ],
 )
 def test_the_log_tells_a_crash_from_a_kill(tmp_path: Path, log: str, kind: FailureKind, said: str) -> None:

@@ -91,7 +91,7 @@ class Gang:
                 error=f"node {gone.spec.node_ip} is gone: its Ray does not answer",
                 exit_code=None,
             )
-        others = {failure.rank for failure in seen} - {first.rank}
+        others = {m.spec.rank for m, _ in self._fallen} - {first.rank}
         return replace(first, others=tuple(sorted(others)), log_tail=first.log_tail or self._tail_from_afar(first))
 
     def survivors(self) -> list[Member]:

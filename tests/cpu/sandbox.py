@@ -32,7 +32,10 @@ DEMO = (
 )
 # Standing by costs every run the imports of a process more: only tests of recoveries ask for it.
 DEMO += ("--lr-decay-samples", "4800", "--standby-processes", "0")
-PATIENCE_S = 240
+FOUR = (*DEMO, "--gpus-per-node", "4", "--micro-batch-size", "2", "--hidden-size", "64", "--ffn-hidden-size", "128")
+FOUR += ("--kv-channels", "16", "--log-interval", "1", "--eval-interval", "0", "--ray-dashboard", "0")
+"""Four ranks that share a batch of 16; a model so small that steps take a tenth of a second."""
+PATIENCE_S = 480
 _MARK = "RAYTRAIN_TEST_MARK"
 
 
@@ -70,6 +73,17 @@ class Sandbox:
             time.sleep(0.1)
         files = [str(p) for folder in (self.home, self.temporary) for p in folder.iterdir()]
         return [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in processes] + files
+
+    def rank_process(self, attempt: int, rank: int, logs: Path | None = None) -> psutil.Process:
+        """The process that is this rank: the one whose output is the rank's log."""
+        log = (logs or self.work / "logs" / "demo") / f"attempt_{attempt}" / f"rank_{rank}.log"
+        for process in psutil.process_iter():
+            try:
+                if Path(f"/proc/{process.pid}/fd/1").readlink() == log:
+                    return process
+            except OSError:
+                continue
+        raise AssertionError(f"no process writes {log}")
 
     def close(self) -> None:
         for process in self._processes():
@@ -144,5 +158,13 @@ class Command:
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Those of one kind in the run's metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    return _lines(folder / "metrics.jsonl", kind)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Those of one kind in the run's events.jsonl."""
+    return _lines(folder / "events.jsonl", kind)
+
+
+def _lines(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in map(json.loads, path.read_text().splitlines()) if record["kind"] == kind]

@@ -99,9 +99,9 @@ class Crew:
             time.sleep(_POLL_S)
 
     def prepare(self, plan: RunPlan, barred: Collection[str] = ()) -> bool:
-        """Whether what a larger `plan` needs is held; if it is free it is held from now on, and `refill` starts processes.
+        """Whether what a larger `plan` needs is held already; else it is from now on, if it is free.
 
-        So that at the first call that says yes `standby` has counted the new nodes' processes too.
+        `refill` then starts processes there, so that at the first call that says yes `standby` has counted the new nodes' processes too.
         """
         chosen = placement.choose_nodes(self.room(barred), plan.ranks_per_node, self.held)
         if chosen is None or chosen.keys() <= self.held:

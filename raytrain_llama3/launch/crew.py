@@ -101,7 +101,7 @@ class Crew:
     def prepare(self, plan: RunPlan, barred: Collection[str] = ()) -> bool:
         """Whether what a larger `plan` needs is held already; else it is from now on, if it is free.
 
-        `refill` then starts processes there, so that at the first call that says yes `standby` has counted the new nodes' processes too.
+        `refill` then starts processes there, which `standby` counts.
         """
         chosen = placement.choose_nodes(self.room(barred), plan.ranks_per_node, self.held)
         if chosen is None or chosen.keys() <= self.held:

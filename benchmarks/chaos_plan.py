@@ -59,8 +59,8 @@ def faults(seed: int, count: int, ranks: int, kinds: Sequence[Kind]) -> list[Fau
     chance.shuffle(chosen)
     found, step = list[Fault](), 0
     for kind in chosen:
-        # Two stops at one step are the same hang twice, at which a run ends, as it should.
-        is_soon = bool(found) and kind is not Kind.STOP and chance.random() < _SOON_SHARE
+        # The same hang or crash twice at one step ends a run, as it should.
+        is_soon = bool(found) and kind not in (Kind.STOP, Kind.SEGFAULT) and chance.random() < _SOON_SHARE
         step += 0 if is_soon else chance.randint(*_GAP_STEPS)
         found.append(
             Fault(

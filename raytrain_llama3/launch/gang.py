@@ -35,6 +35,8 @@ class Gang:
         self._unreached: set[str] = set()
         self._fallen: list[tuple[Member, Failure]] = []
         self.results: list[RankResult] = []
+        self.fold_s = 0.0
+        """Seconds that the fault waited for the ranks that fell with it."""
 
     def run(self, prefix: str, resume: ResumePoint | None) -> None:
         """Open the store on rank 0's node, tell every rank where it is, and let them train."""
@@ -75,7 +77,9 @@ class Gang:
             if (left := deadline - time.monotonic()) <= 0:
                 break
             self._collect(left)
-        seen = [failure for _, failure in self._fallen] + ([also] if also else [])
+        self.fold_s = time.monotonic() - (deadline - _FOLD_S)
+        # What the driver saw of a rank explains what became of it: one that hung was killed for it.
+        seen = [failure for m, failure in self._fallen if m.spec.rank != blamed] + ([also] if also else [])
         first = min(seen, key=rank_of_evidence)
         if first.kind in _FOLLOWS and (gone := self._on_lost_node()) is not None:
             first = replace(
@@ -183,7 +187,8 @@ class Gang:
         return bool(ready)
 
     def _let_go(self) -> None:
-        for member in self._running.values():
+        # Also those that fell by an exception: their processes still hold their ends of the connections.
+        for member in self.members:
             member.process.control("let_go")
 
     def _on_lost_node(self) -> Member | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from raytrain_llama3.config.schema import Faults
@@ -171,4 +172,9 @@ def _same(a: Failure, b: Failure) -> bool:
     if a.kind is not b.kind or a.step != b.step or a.kind in _SAYS_NOTHING:
         return False
     # Of a hang the step is all that is known: which rank is named, and where it stood, differs from time to time.
-    return a.kind is FailureKind.HANG or a.error == b.error
+    return a.kind is FailureKind.HANG or _words(a) == _words(b)
+
+
+def _words(failure: Failure) -> str:
+    """The error without the process's number, which is another in each attempt."""
+    return re.sub(r"\bprocess \d+\b", "the process", failure.error)

@@ -124,7 +124,7 @@ class Supervisor:
         if failure is None:
             return ranks.results
         failure = replace(failure, step=watch.step)
-        self._recovery = report.Recovery(failure, watch.step, {"clear": self._seconds["clear"]})
+        self._recovery = report.Recovery(failure, watch.step, {"clear": ranks.fold_s + self._seconds["clear"]})
         return failure
 
     def _may_keep(self, failure: Failure | None) -> bool:

@@ -84,10 +84,11 @@ class HangWatch:
         rank = min(suspects, key=lambda rank: (suspects[rank].place, suspects[rank].moved, rank))
         seen = suspects[rank]
         # Of the one that the others wait for: they may stand in a phase with a shorter limit.
-        if self._clock - seen.moved < self._limit(seen.phase)[1]:
+        phase = self._phase(seen)
+        if self._clock - seen.moved < self._limit(phase)[1]:
             return None
         alike = tuple(r for r, other in suspects.items() if r != rank and other.place == seen.place)
-        return Hang(rank, seen.phase, seen.since, self._text(rank, seen, alike), alike)
+        return Hang(rank, phase, seen.since, self._text(rank, seen, phase, alike), alike)
 
     def _take(self, seen: _Seen, report: WorkerReport, now: float) -> None:
         seen.answered = self._clock
@@ -99,14 +100,19 @@ class HangWatch:
         """For most of the time that it stood still: one late answer is nothing."""
         return self._clock - seen.answered > (self._clock - seen.moved) / 2
 
+    def _phase(self, seen: _Seen) -> Phase:
+        """Where a rank is: it has left what it last told of when another has finished a step since, which takes all."""
+        front = max(self._seen.values(), key=lambda other: other.place)
+        return front.phase if front.step > seen.step else seen.phase
+
     def _limit(self, phase: Phase) -> tuple[str, float]:
         if phase is Phase.TRAIN:
             return "hang_timeout_s", self._limits.hang_timeout_s
         return "slow_phase_timeout_s", self._limits.slow_phase_timeout_s
 
-    def _text(self, rank: int, seen: _Seen, alike: tuple[int, ...]) -> str:
-        option, limit = self._limit(seen.phase)
-        text = f"rank {rank} stood still for {self._clock - seen.moved:.0f} s in phase {seen.phase} at step {seen.step}"
+    def _text(self, rank: int, seen: _Seen, phase: Phase, alike: tuple[int, ...]) -> str:
+        option, limit = self._limit(phase)
+        text = f"rank {rank} stood still for {self._clock - seen.moved:.0f} s in phase {phase} at step {seen.step}"
         if self._is_silent(seen):
             text += " and does not answer"
         if alike:

@@ -71,7 +71,7 @@ class Rehearsal:
             case FaultKind.EXIT:
                 os._exit(0)
             case FaultKind.EXCEPTION:
-                raise RuntimeError(f"rehearsed ({fault}): an exception in a rank")
+                raise RuntimeError(f"rehearsed: an exception in rank {fault.rank} at step {fault.step}")
             case FaultKind.NAN:
                 _remove_after(self._installed, self._first("linear_fc1").register_forward_hook(_to_nan))
             case FaultKind.BIT_FLIP:

@@ -30,7 +30,8 @@ DEMO = (
     "--eval-iters",
     "1",
 )
-DEMO += ("--lr-decay-samples", "4800")
+# Standing by costs every run the imports of a process more: only tests of recoveries ask for it.
+DEMO += ("--lr-decay-samples", "4800", "--standby-processes", "0")
 PATIENCE_S = 240
 _MARK = "RAYTRAIN_TEST_MARK"
 

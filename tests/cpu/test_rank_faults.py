@@ -108,7 +108,7 @@ def test_an_exception_is_told_in_one_line_and_its_traceback_is_in_the_log(four: 
     run_plan = plan(tmp_path, "--train-iters", "3", "--rehearse-faults", "0:0:2:exception")
     error = failed_alike(four, run_plan)
     assert (error.kind, error.code, error.culprit) == (FailureKind.EXCEPTION, None, None)
-    assert str(error) == "RuntimeError: rehearsed (0:0:2:exception): an exception in a rank"
+    assert str(error) == "RuntimeError: rehearsed: an exception in rank 0 at step 2"
     assert [s.step for s in four.poll(0).steps] == [1]
     assert "Traceback (most recent call last)" in four.logs[0].read_text()
 

@@ -60,6 +60,8 @@ TINY = [
     "0",
     "--save-interval",
     "0",
+    "--standby-processes",
+    "0",
 ]
 
 _attempts = itertools.count()

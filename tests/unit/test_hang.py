@@ -212,3 +212,22 @@ def test_a_rank_that_ended_is_watched_no_longer() -> None:
     assert (hang.rank, hang.alike) == (0, ())
     polls.watch.ended(0)
     assert polls.wait(63) is None
+
+
+def test_a_rank_that_others_have_left_behind_is_not_in_the_slow_phase_it_last_told_of() -> None:
+    polls = Polls(*[(SAVE, 5, 9)] * 4)
+    polls.look()
+    # A step takes all ranks: the silent one has trained since, too, and stopped before the next poll.
+    polls.ranks = [(TRAIN, 6, 11)] * 3 + [None]
+    hang = polls.wait(70)
+    assert hang is not None
+    assert (hang.rank, hang.phase) == (3, TRAIN)
+    assert "raise hang_timeout_s (now 60)" in hang.text
+
+
+def test_a_rank_that_still_saves_while_others_have_saved_has_the_time_of_a_save() -> None:
+    polls = Polls(*[(SAVE, 5, 9)] * 4)
+    polls.look()
+    polls.ranks = [(TRAIN, 5, 10)] * 3 + [None]
+    assert polls.wait(170) is None
+    assert polls.wait(20) is not None

@@ -82,6 +82,8 @@ TABLE = [
     *((fault(kind), [fault(kind)], 4) for kind in (RAISED, OOM, LATE, CRASHED, CORRUPTED, HANG)),
     (fault(RAISED), [fault(RAISED), fault(DIED, step=12)], 4),
     (fault(HANG, error="rank 1 stood still"), [fault(HANG, error="rank 2 stood still")], 4),
+    # in another process, which is all that the words of a crash differ in
+    (fault(CRASHED, error="process 7 crashed: Aborted"), [fault(CRASHED, error="process 12 crashed: Aborted")], 4),
     # however long ago, and whatever was saved in between
     (fault(RAISED), [fault(RAISED, at=0.0), PROGRESS], 4),
     # another step, other words, another kind, or what says nothing about why

@@ -19,7 +19,7 @@ from raytrain_llama3.messages import Failure, ProcessFacts, RankSpec
 _POLL_S = 0.5
 _GRANT_S = 30.0
 _ANSWER_S = 3.0
-_GONE_S = 2.0
+_GONE_S = 1.0
 _RESET_S = 10.0
 
 
@@ -99,9 +99,15 @@ class Crew:
             time.sleep(_POLL_S)
 
     def prepare(self, plan: RunPlan, barred: Collection[str] = ()) -> bool:
-        """Hold what a larger `plan` needs beside what is in use, if it is free now; processes start with `refill`."""
+        """Whether what a larger `plan` needs is held already; else it is from now on, if it is free.
+
+        `refill` then starts processes there, which `standby` counts.
+        """
         chosen = placement.choose_nodes(self.room(barred), plan.ranks_per_node, self.held)
-        return chosen is not None and (chosen.keys() <= self.held or self._hold(chosen))
+        if chosen is None or chosen.keys() <= self.held:
+            return chosen is not None
+        self._hold(chosen)
+        return False
 
     def start_note(self, used: Mapping[str, int]) -> str:
         """What is about to start, in words."""

@@ -20,7 +20,7 @@ from raytrain_llama3.messages import Failure, FailureKind, RankResult, Rendezvou
 _STORE_S = 60.0
 _FOLD_S = 2.0
 _STACKS_S = 3.0
-_SILENT_S = 10.0
+_NODE_GONE = "node {} is gone: its Ray does not answer"
 _FOLLOWS = (FailureKind.PEER_LOST, FailureKind.TIMED_OUT, FailureKind.DIED)
 """Kinds that a lost node explains better than they explain themselves."""
 
@@ -32,7 +32,7 @@ class Gang:
         self._plan, self.members, self._attempt = plan, list(members), attempt
         self._running: dict[Any, Member] = {}
         self._asked: dict[Any, Member] = {}
-        self._asked_at: dict[int, float] = {}
+        self._unreached: set[str] = set()
         self._fallen: list[tuple[Member, Failure]] = []
         self.results: list[RankResult] = []
         self.fold_s = 0.0
@@ -88,7 +88,7 @@ class Gang:
                 rank=gone.spec.rank,
                 node_ip=gone.spec.node_ip,
                 node_id=gone.spec.node_id,
-                error=f"node {gone.spec.node_ip} is gone: its Ray does not answer",
+                error=_NODE_GONE.format(gone.spec.node_ip),
                 exit_code=None,
             )
         others = {m.spec.rank for m, _ in self._fallen} - {first.rank}
@@ -108,11 +108,9 @@ class Gang:
         import ray
 
         waiting = set(map(id, self._asked.values()))
-        now = time.monotonic()
         for member in self.members:
             if id(member) not in waiting:
                 self._asked[member.process.control("poll")] = member
-                self._asked_at[id(member)] = now
         ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=timeout_s)
         reports = []
         for ref in ready:
@@ -121,19 +119,16 @@ class Gang:
                 reports.append(ray.get(ref))
         return sorted(reports, key=lambda report: report.rank)
 
-    def unanswered(self) -> list[Member]:
-        """Ranks that have been asked and have not answered yet."""
-        return list(self._asked.values())
-
     def lost_node(self) -> Failure | None:
-        """The fault of a node whose ranks have been silent for a while and that cannot be reached."""
-        now = time.monotonic()
-        silent = [m for m in self._asked.values() if now - self._asked_at[id(m)] > _SILENT_S]
-        for member in {m.spec.node_id: m for m in silent}.values():
-            if member.process.node.is_gone():
-                return self.blame(
-                    member, FailureKind.NODE_DIED, f"node {member.spec.node_ip} is gone: its Ray does not answer"
-                )
+        """The fault of a node that could not be reached in two looks in a row.
+
+        Its ranks may go on for a while without their raylet; Ray's own health check takes its time, as configured.
+        """
+        nodes = {m.spec.node_id: m for m in self.members}
+        gone = {node for node, member in nodes.items() if member.process.node.is_gone()}
+        lost, self._unreached = gone & self._unreached, gone
+        for node in lost:
+            return self.blame(nodes[node], FailureKind.NODE_DIED, _NODE_GONE.format(nodes[node].spec.node_ip))
         return None
 
     def blame(self, member: Member, kind: FailureKind, error: str, since_s: float = 0.0) -> Failure:

@@ -53,7 +53,7 @@ class Node:
     port: int = 0
     """Where its raylet listens."""
 
-    def is_gone(self, timeout_s: float = 2.0) -> bool:
+    def is_gone(self, timeout_s: float = 0.5) -> bool:
         """Whether its raylet cannot be reached, long before Ray's own health check gives it up."""
         try:
             socket.create_connection((self.ip, self.port), timeout=timeout_s).close()

@@ -92,8 +92,8 @@ class Supervisor:
         attempt, self._attempts = self._attempts, self._attempts + 1
         resume = self._checkpoints.resume_point()
         step = resume.step if resume else 0
-        self._metrics.start_attempt(attempt, step)
         plan = self._elastic.plan
+        self._metrics.start_attempt(attempt, step, plan.layout.world_size)
         try:
             with self._phase(State.PLACING, "place"):
                 used = self._crew.muster(plan, self._elastic.barred)

@@ -23,6 +23,7 @@ _LOOK_S = 0.5
 _ANSWER_S = 0.1
 _LAST_ANSWER_S = 60.0
 _UPKEEP_S = 5.0
+_NODES_S = 2.0
 _STEP_S = 5.0
 """Time that a stop within `grace_s` needs beside the save itself: a step to agree at, and the end."""
 
@@ -46,7 +47,7 @@ class Watch:
         self._metrics, self._stop, self._checkpoints, self._elastic = metrics, stop, checkpoints, elastic
         self._recovery = recovery
         self._standby_told = False
-        self._upkeep_at = 0.0
+        self._upkeep_at = self._nodes_at = 0.0
         self._stop_by: float | None = None
         self._larger: RunPlan | None = None
         self._hangs = HangWatch(plan.config, (m.spec.rank for m in ranks.members), time.time())
@@ -84,9 +85,13 @@ class Watch:
 
     def _look_closer(self, reports: Sequence[WorkerReport]) -> Failure | None:
         """A rank that hangs, or a node that does not answer: no rank of theirs will ever say so itself."""
+        if time.monotonic() > self._nodes_at:
+            self._nodes_at = time.monotonic() + _NODES_S
+            if lost := self._ranks.lost_node():
+                return self._ranks.fault(lost)
         hang = self._hangs.look(time.time(), reports)
         if hang is None:
-            return self._ranks.fault(lost) if (lost := self._ranks.lost_node()) else None
+            return None
         stood_s = time.time() - hang.since
         member = next(m for m in self._ranks.members if m.spec.rank == hang.rank)
         folder = self._plan.paths.rank_log(member.spec.attempt, 0).parent

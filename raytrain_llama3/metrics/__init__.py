@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -73,8 +74,12 @@ class Metrics:
             goodput=accounts.goodput,
         )
 
-    def start_attempt(self, attempt: int, resume_step: int) -> None:
-        """Say that an attempt starts after `resume_step`; the steps after it are about to come again."""
+    def start_attempt(self, attempt: int, resume_step: int, devices: int | None = None) -> None:
+        """Say that an attempt starts after `resume_step`; the steps after it are about to come again.
+
+        `devices` is how many train from now on, where that is not as before.
+        """
+        self._facts = replace(self._facts, devices=devices or self._facts.devices)
         self._attempt = attempt
         self._ledger.start_attempt(resume_step)
         self._interval = [step for step in self._interval if step.step <= resume_step]

@@ -97,6 +97,8 @@ class TrainingLoop:
         self._replicas = self._replicas_to_compare()
         self._rehearsal: Rehearsal | None = None
         self._profiler = Profiler(plan, process)
+        for warning in process.warnings:
+            reporter.add(warning)
 
     def untie(self) -> None:
         """Let the model go without the optimizer, once it has trained.

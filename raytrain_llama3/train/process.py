@@ -8,8 +8,9 @@ import gc
 import hashlib
 import json
 import socket
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
@@ -21,6 +22,10 @@ from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import HardwareError
 from raytrain_llama3.messages import ProcessFacts, RankSpec, Rendezvous
+
+_MEMORY_S = 30.0
+_FREE_SHARE = 0.9
+"""Less is taken up by contexts of other ranks' and standing-by processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Process:
     tp_rank: int
     pp_rank: int
     cp_group: dist.ProcessGroup
+    warnings: tuple[str, ...] = ()
 
 
 def host_store(address: str, port: int, timeout_minutes: float) -> dist.TCPStore:
@@ -58,6 +64,7 @@ def open_process(
     """
     with contextlib.ExitStack() as stack:
         device = _open_device(plan, spec, stack)
+        warnings = _await_memory(spec, device)
         timeout = datetime.timedelta(minutes=plan.config.distributed_timeout_minutes)
         if store is None:
             store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
@@ -72,7 +79,7 @@ def open_process(
             device_id=None if plan.device == "cpu" else device,
         )
         _open_model_parallel(plan)
-        yield _describe(spec, device)
+        yield replace(_describe(spec, device), warnings=warnings)
         # Not after an exception: closing is collective, the other ranks may never come, and the process ends anyway.
         close_groups()
 
@@ -99,6 +106,26 @@ def _open_device(plan: RunPlan, spec: RankSpec, stack: contextlib.ExitStack) -> 
     device = torch.device("cuda", spec.device_index)
     torch.cuda.set_device(device)
     return device
+
+
+def _await_memory(spec: RankSpec, device: torch.device) -> tuple[str, ...]:
+    """After a fault: see that the device's memory is free again, and say so if it is not within `_MEMORY_S`.
+
+    Of a killed process the driver gives memory back some time after the process is gone.
+    """
+    if device.type == "cpu" or not spec.attempt:
+        return ()
+    deadline = time.monotonic() + _MEMORY_S
+    while True:
+        free, total = torch.cuda.mem_get_info(device)
+        if free > _FREE_SHARE * total:
+            return ()
+        if time.monotonic() > deadline:
+            return (
+                f"device {device.index} on {spec.node_ip}: {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are "
+                f"held by others {_MEMORY_S:.0f} s after the last attempt was cleared (see nvidia-smi there)",
+            )
+        time.sleep(0.1)
 
 
 def _open_model_parallel(plan: RunPlan) -> None:

@@ -130,6 +130,17 @@ def test_a_restart_forgets_the_steps_that_come_again(tmp_path: Path) -> None:
     assert out.getvalue().splitlines()[2].endswith("attempt 1")
 
 
+def test_an_attempt_with_fewer_devices_has_its_own_rates(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with open_metrics(FACTS, tmp_path, out, None, None, {}) as metrics:
+        for attempt, devices in enumerate((8, 4)):
+            metrics.start_attempt(attempt, 0, devices)
+            for i in range(1, 11):
+                metrics.step(step(i, tokens=8000, step_s=1.0))
+    rates = [line.split(" | ")[5] for line in out.getvalue().splitlines() if " | " in line]
+    assert rates == ["1.00k tok/s/device", "2.00k tok/s/device"]
+
+
 def test_every_line_of_a_run_has_the_same_columns(tmp_path: Path) -> None:
     records = [
         step(1, tokens=995, loss=11.76, grad_norm=12.34, step_s=1.0),

@@ -25,6 +25,7 @@ class Nodes:
     def __init__(self) -> None:
         # Short, as Ray's sockets want.
         self._folder = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
+        (self._folder / "ray").mkdir()
         self._mark = uuid.uuid4().hex
         # What Ray's processes, and through them the ranks, inherit.
         own = {_MARK: self._mark, "RAY_worker_niceness": "0", "RAY_TMPDIR": str(self._folder)}

@@ -21,14 +21,20 @@ def curve(folder: Path) -> list[float]:
     return [last[step]["loss"] for step in sorted(last)]
 
 
-def assert_each_sample_once(folder: Path) -> None:
-    """Within every attempt the batches follow one another, from that of its first step on."""
-    attempts: dict[int, list[tuple[int, int]]] = {}
+def assert_trained_again_alike(folder: Path, tolerance: float = 0.0) -> None:
+    """Some steps were trained again after a fault, and gave the losses that they gave before it."""
+    attempts: dict[int, dict[int, float]] = {}
     for step in records(folder, "step"):
-        attempts.setdefault(step["attempt"], []).append((step["step"], step["samples"]))
-    for done in attempts.values():
-        first = done[0][0]
-        assert done == [(step, GLOBAL_BATCH * step) for step in range(first, first + len(done))]
+        attempts.setdefault(step["attempt"], {})[step["step"]] = step["loss"]
+    again = [
+        (losses[step], loss)
+        for attempt, losses in attempts.items()
+        for step, loss in attempts.get(attempt + 1, {}).items()
+        if step in losses
+    ]
+    assert again
+    for before, after in again:
+        assert after == (pytest.approx(before, abs=tolerance) if tolerance else before)
 
 
 def assert_alike(losses: list[float], reference: list[float], tolerance: float = 0.0) -> None:

@@ -134,6 +134,11 @@ class Command:
                 if not self._reader.is_alive() or not self._changed.wait(deadline - time.monotonic()):
                     raise AssertionError(f"no line matches {pattern!r} in\n{self.output}")
 
+    def wait_between_saves(self, interval: int) -> None:
+        """Until the next save is over and two steps more are done: what happens now meets no save, and loses steps."""
+        reached = max(int(step) for step in re.findall(r"^step +(\d+)/", self.output, re.MULTILINE))
+        self.wait_for(rf"step +{(reached // interval + 1) * interval + 2}/")
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

@@ -104,7 +104,7 @@ class Supervisor:
         except RankFailed as lost:
             return self._failed(replace(lost.failure, step=step), 0.0)
         watch = Watch(
-            plan, ranks, self._crew, self._session, self._metrics, self._stop, self._checkpoints, self._elastic,
+            ranks, self._crew, self._elastic, self._checkpoints, self._metrics, self._stop, self._session.dashboard,
             self._recovery,
         )  # fmt: skip
         try:

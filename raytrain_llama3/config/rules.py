@@ -103,6 +103,9 @@ def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
     if supply.device == "cuda" and asked != "auto" and asked > min(there):
         used = ", ".join(str(min(asked, count)) for count in there)
         lines.append(f"gpus_per_node {asked} is more than there are: {used} are used")
+    left_over = len(supply.per_node) - len(there)
+    if config.spare_nodes > left_over:
+        lines.append(f"spare_nodes {config.spare_nodes}: only {left_over} of the nodes are not in use")
     if config.sequence_parallel is True and config.tp_size == 1:
         lines.append("sequence_parallel needs tp_size > 1: switched off")
     if is_mock(config) and config.data_arg.upper() != "MOCK":

@@ -74,6 +74,10 @@ class Crew:
         """Living nodes with room for the smallest share of the plan's ranks."""
         return sum(has >= min(self._plan.ranks_per_node) for has in self.room(barred).values())
 
+    def fits(self, plan: RunPlan, barred: Collection[str] = ()) -> bool:
+        """Whether there is room now for every rank of `plan`."""
+        return placement.choose_nodes(self.room(barred), plan.ranks_per_node, self.held) is not None
+
     def sizes(self, count: int, barred: Collection[str] = ()) -> list[int]:
         """Devices on each of the `count` nodes with the most room, none more than the plan's largest share."""
         largest = max(self._plan.ranks_per_node)

@@ -18,8 +18,9 @@ class Elastic:
 
     @property
     def usable(self) -> int:
-        """Living nodes that could serve."""
-        return self._crew.usable(self.barred)
+        """Living nodes that could serve; fewer than the full layout has, as long as it does not fit on them."""
+        count, wanted = self._crew.usable(self.barred), len(self.full.ranks_per_node)
+        return count if self._crew.fits(self.full, self.barred) else min(count, wanted - 1)
 
     @property
     def is_shrunk(self) -> bool:

@@ -99,12 +99,10 @@ def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
         )
     if "running low on memory" in text:
         return replace(failure, kind=FailureKind.OUT_OF_MEMORY, error=f"{who} was killed by Ray: {_MEMORY_REMEDY}")
-    found = re.search(r"Worker exit detail: ([^.]+)", text) or re.search(r"exited? .*?code[ :]+\S+", text)
-    detail = f" ({found[0]})" if found else ""
     return replace(
         failure,
         kind=FailureKind.DIED,
-        error=f"{who} ended without a word{detail}: killed (for want of memory?), or it left by itself",
+        error=f"{who} ended without a word: it was killed (for want of memory?), or left by itself",
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.config.plan import Device, RunPlan
 from raytrain_llama3.errors import RaytrainError
 from raytrain_llama3.launch import failures
 from raytrain_llama3.launch.crew import Member, RankFailed
@@ -18,7 +18,8 @@ from raytrain_llama3.launch.session import end_pids
 from raytrain_llama3.messages import Failure, FailureKind, RankResult, Rendezvous, ResumePoint, WorkerReport
 
 _STORE_S = 60.0
-_FOLD_S = 2.0
+_FOLD_S: dict[Device, float] = {"cpu": 2.0, "cuda": 0.5}
+"""How long the others have to fall. NCCL does not let go: on GPUs only those are waited for that fell by themselves."""
 _STACKS_S = 3.0
 _NODE_GONE = "node {} is gone: its Ray does not answer"
 _FOLLOWS = (FailureKind.PEER_LOST, FailureKind.TIMED_OUT, FailureKind.DIED)
@@ -29,7 +30,7 @@ class Gang:
     """The ranks of one attempt, each in a process that is ready."""
 
     def __init__(self, plan: RunPlan, members: Sequence[Member], attempt: int) -> None:
-        self._plan, self.members, self._attempt = plan, list(members), attempt
+        self.plan, self.members, self._attempt = plan, list(members), attempt
         self._running: dict[Any, Member] = {}
         self._asked: dict[Any, Member] = {}
         self._unreached: set[str] = set()
@@ -42,7 +43,7 @@ class Gang:
         """Open the store on rank 0's node, tell every rank where it is, and let them train."""
         import ray
 
-        first, config = self.members[0], self._plan.config
+        first, config = self.members[0], self.plan.config
         opening = first.process.actor.open_store.remote(
             first.spec.node_ip, config.store_port, config.distributed_timeout_minutes
         )
@@ -51,7 +52,7 @@ class Gang:
         except ray.exceptions.RayError as error:
             raise RankFailed(self._failure(first, error)) from error
         rendezvous = Rendezvous(first.spec.node_ip, port, prefix)
-        plan = ray.put(self._plan)
+        plan = ray.put(self.plan)
         self._running = {m.process.actor.run.remote(plan, m.spec, rendezvous, resume): m for m in self.members}
 
     @property
@@ -71,13 +72,14 @@ class Gang:
         The rest fall within moments, through broken connections, once they are told to let go of them.
         """
         self._let_go()
-        deadline = time.monotonic() + _FOLD_S
+        began = time.monotonic()
+        deadline = began + _FOLD_S[self.plan.device]
         blamed = also.rank if also else -1
         while any(m.spec.rank != blamed for m in self._running.values()):
             if (left := deadline - time.monotonic()) <= 0:
                 break
             self._collect(left)
-        self.fold_s = time.monotonic() - (deadline - _FOLD_S)
+        self.fold_s = time.monotonic() - began
         # What the driver saw of a rank explains what became of it: one that hung was killed for it.
         seen = [failure for m, failure in self._fallen if m.spec.rank != blamed] + ([also] if also else [])
         first = min(seen, key=rank_of_evidence)
@@ -204,7 +206,7 @@ class Gang:
         return replace(failure, node_ip=blamed.node_ip, node_id=failure.node_id and blamed.node_id)
 
     def _log(self, member: Member) -> Any:
-        return self._plan.paths.rank_log(self._attempt, member.spec.rank)
+        return self.plan.paths.rank_log(self._attempt, member.spec.rank)
 
     def _tail_from_afar(self, failure: Failure) -> tuple[str, ...]:
         """The log's last lines, read by another rank of that node."""

@@ -35,6 +35,11 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> Path:
     return path
 
 
+def imported_s(members: Sequence[Member]) -> float:
+    """Seconds for which an attempt had to wait for imports: none, where every process was there before."""
+    return max((m.process.facts.import_s for m in members if m.process.facts and m.process.is_new), default=0.0)
+
+
 @dataclass(slots=True)
 class Recovery:
     """A fault that is being got over. `step` is the last that was trained before it."""
@@ -48,7 +53,7 @@ class Recovery:
         self, metrics: Metrics, members: Sequence[Member], training: Mapping[str, float], resume_step: int
     ) -> None:
         """Say that the next attempt has done its first step; `training` are rank 0's own phases."""
-        imported = max((m.process.facts.import_s for m in members if m.process.facts and m.process.is_new), default=0.0)
+        imported = imported_s(members)
         waited_s = max(self.seconds.get("start", 0.0) - imported, 0.0)
         own = {str(name): training[name] for name in _TRAINING if name in training}
         phases = {"detect": self.failure.detect_s, **self.seconds, "start": waited_s, "import": imported, **own}

@@ -100,10 +100,11 @@ class Supervisor:
             with self._phase(State.STARTING, "start"):
                 self._metrics.event(self._crew.start_note(used))
                 ranks = Gang(plan, self._crew.man(plan, used, attempt), attempt)
+            self._seconds["import"] = report.imported_s(ranks.members)
         except RankFailed as lost:
-            return replace(lost.failure, step=step)
+            return self._failed(replace(lost.failure, step=step), 0.0)
         watch = Watch(
-            plan, ranks, self._crew, self._session, self._metrics, self._stop, self._checkpoints, self._elastic,
+            ranks, self._crew, self._elastic, self._checkpoints, self._metrics, self._stop, self._session.dashboard,
             self._recovery,
         )  # fmt: skip
         try:
@@ -118,13 +119,16 @@ class Supervisor:
         with self._phase(State.CLEARING, "clear"):
             self._crew.stand_down(ranks.members, ranks.survivors() if self._may_keep(failure) else ())
         self._seconds |= watch.phase_seconds
-        self._recovery = None
         if watch.larger is not None:
             self._elastic.plan = watch.larger
         if failure is None:
+            self._recovery = None
             return ranks.results
-        failure = replace(failure, step=watch.step)
-        self._recovery = report.Recovery(failure, watch.step, {"clear": ranks.fold_s + self._seconds["clear"]})
+        return self._failed(replace(failure, step=watch.step), ranks.fold_s + self._seconds["clear"])
+
+    def _failed(self, failure: Failure, cleared_s: float) -> Failure:
+        """`failure`, from which the run is to recover: its account is told at the next attempt's first step."""
+        self._recovery = report.Recovery(failure, failure.step, {"clear": cleared_s})
         return failure
 
     def _may_keep(self, failure: Failure | None) -> bool:

@@ -11,9 +11,9 @@ from raytrain_llama3.errors import StoppedBySignal
 from raytrain_llama3.launch import report
 from raytrain_llama3.launch.checkpoints import RunCheckpoints
 from raytrain_llama3.launch.crew import Crew
+from raytrain_llama3.launch.dashboard import Dashboard
 from raytrain_llama3.launch.elastic import Elastic
 from raytrain_llama3.launch.gang import Gang
-from raytrain_llama3.launch.session import Session
 from raytrain_llama3.launch.signals import StopSignal
 from raytrain_llama3.launch.watchdog import HangWatch, StragglerWatch
 from raytrain_llama3.messages import Failure, FailureKind, Phase, WorkerReport
@@ -33,19 +33,18 @@ class Watch:
 
     def __init__(
         self,
-        plan: RunPlan,
         ranks: Gang,
         crew: Crew,
-        session: Session,
+        elastic: Elastic,
+        checkpoints: RunCheckpoints,
         metrics: Metrics,
         stop: StopSignal,
-        checkpoints: RunCheckpoints,
-        elastic: Elastic,
+        dashboard: Dashboard | None,
         recovery: report.Recovery | None,
     ) -> None:
-        self._plan, self._ranks, self._crew, self._session = plan, ranks, crew, session
-        self._metrics, self._stop, self._checkpoints, self._elastic = metrics, stop, checkpoints, elastic
-        self._recovery = recovery
+        self._plan = plan = ranks.plan
+        self._ranks, self._crew, self._elastic, self._checkpoints = ranks, crew, elastic, checkpoints
+        self._metrics, self._stop, self._dashboard, self._recovery = metrics, stop, dashboard, recovery
         self._standby_told = False
         self._upkeep_at = self._nodes_at = 0.0
         self._stop_by: float | None = None
@@ -168,11 +167,10 @@ class Watch:
 
     def _tell_of_dashboard(self) -> None:
         """Open it when the first step is done, so that it takes nothing from the start; say where it is, once."""
-        dashboard = self._session.dashboard
-        if dashboard is None:
+        if self._dashboard is None:
             return
-        dashboard.open()
-        if url := dashboard.news():
+        self._dashboard.open()
+        if url := self._dashboard.news():
             token = env.snapshot().get("RAY_AUTH_TOKEN_PATH")
             self._metrics.event(f"Ray dashboard: http://{url} (it asks for a token: cat {token})")
 

@@ -39,9 +39,6 @@ def test_a_standby_process_takes_over(tmp_path: Path, dtype: str, number: signal
     both = first.keys() & again.keys()
     assert both
     assert {step: first[step] for step in both} == {step: again[step] for step in both}
-    for line in lines:
-        if "recovered in" in line:
-            print(f"{dtype} {kind}: {line}")
 
 
 def until(process: subprocess.Popen[str], text: str) -> list[str]:

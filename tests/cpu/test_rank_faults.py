@@ -14,7 +14,7 @@ from training import Workers, plan
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import RankError
-from raytrain_llama3.launch.gang import CONTROL
+from raytrain_llama3.launch.process import CONTROL
 from raytrain_llama3.messages import EndReason, FailureKind, Phase, RankResult, RankSpec, Rendezvous, ResumePoint
 from raytrain_llama3.train.worker import TrainWorker
 
@@ -110,7 +110,7 @@ def test_an_exception_is_told_in_one_line_and_its_traceback_is_in_the_log(four: 
     assert (error.kind, error.code, error.culprit) == (FailureKind.EXCEPTION, None, None)
     assert str(error) == "RuntimeError: rehearsed: an exception in rank 0 at step 2"
     assert [s.step for s in four.poll(0).steps] == [1]
-    assert "Traceback (most recent call last)" in four.logs[0].read_text()
+    assert "Traceback (most recent call last)" in run_plan.paths.rank_log(0, 0).read_text()
 
 
 def test_memory_that_is_not_there_comes_with_its_remedies(four: Workers, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_rank_that_crashes_leaves_its_stacks_in_its_log(mortals: Callable[[int
     found = errors(workers.start(run_plan))
     assert isinstance(found[1], ray.exceptions.RayActorError)
     assert found[0].kind == FailureKind.PEER_LOST
-    log = workers.logs[1].read_text()
+    log = run_plan.paths.rank_log(0, 1).read_text()
     assert "Fatal Python error: Segmentation fault" in log
     assert "rehearsal.py" in log
     assert log.count("(most recent call first)") > 1, "the stacks of all threads"

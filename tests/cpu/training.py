@@ -70,6 +70,7 @@ _attempts = itertools.count()
 def plan(folder: Path, *flags: str, world: int = 1) -> RunPlan:
     """The plan of a tiny Llama3 on `world` CPU devices, with its folders under `folder`."""
     places = ["--checkpoint-path", str(folder / "checkpoints"), "--tensorboard-logs-path", str(folder / "tensorboard")]
+    places += ["--logs-path", str(folder / "logs")]
     argv = [*TINY, "--gpus-per-node", str(world), *places, *flags]
     return plan_run(load(argv, {}), DeviceSupply("cpu", (world,)))
 

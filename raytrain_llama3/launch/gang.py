@@ -18,7 +18,7 @@ from raytrain_llama3.launch.session import end_pids
 from raytrain_llama3.messages import Failure, FailureKind, RankResult, Rendezvous, ResumePoint, WorkerReport
 
 _STORE_S = 60.0
-_FOLD_S: dict[Device, float] = {"cpu": 2.0, "cuda": 0.5}
+_FOLD_S: dict[Device, float] = {"cpu": 3.0, "cuda": 0.5}
 """How long the others have to fall. NCCL does not let go: on GPUs only those are waited for that fell by themselves."""
 _STACKS_S = 3.0
 _NODE_GONE = "node {} is gone: its Ray does not answer"

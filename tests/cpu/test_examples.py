@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from sandbox import ROOT, Sandbox, records
 
-SMALL = {"TRAIN_ITERS": "4", "LR_DECAY_SAMPLES": "4800", "EVAL_INTERVAL": "0", "SEQ_LENGTH": "32"}
+NO_STANDBY = {"STANDBY_PROCESSES": "0"}
+SMALL = {**NO_STANDBY, "TRAIN_ITERS": "4", "LR_DECAY_SAMPLES": "4800", "EVAL_INTERVAL": "0", "SEQ_LENGTH": "32"}
 
 
 def example(name: str, *arguments: str) -> list[str]:
@@ -38,7 +39,7 @@ def test_train_on_your_text(sandbox: Sandbox) -> None:
 
 
 def test_change_layout(sandbox: Sandbox) -> None:
-    environment = {"SEQ_LENGTH": "32"}
+    environment = {**NO_STANDBY, "SEQ_LENGTH": "32"}
     command = sandbox.start_program(example("change_layout.sh", "out"), **environment)
     assert command.wait() == 0, command.output
     assert "DP 2" in command.output
@@ -51,6 +52,7 @@ def test_change_layout(sandbox: Sandbox) -> None:
 def test_the_demo_ends_with_a_table_and_a_picture(sandbox: Sandbox) -> None:
     command = sandbox.start_program(
         [str(sandbox.environment()["PYTHON"]), str(ROOT / "examples" / "demo.py"), "--train-iters", "20"],
+        **NO_STANDBY,
         **{"LR_DECAY_SAMPLES": "4800"},
     )
     assert command.wait() == 0, command.output

@@ -189,7 +189,7 @@ def test_a_rank_that_leaves_says_nothing(mortals: Callable[[int], Workers], tmp_
     workers = mortals(1)
     (found,) = errors(workers.start(plan(tmp_path, "--train-iters", "3", "--rehearse-faults", "0:0:2:exit")))
     assert isinstance(found, ray.exceptions.RayActorError)
-    assert "Traceback" not in workers.logs[0].read_text()
+    assert "Traceback" not in run_plan.paths.rank_log(0, 0).read_text()
 
 
 def test_a_rank_that_stops_is_waited_for_until_the_time_is_over(

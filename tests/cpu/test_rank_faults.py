@@ -187,7 +187,8 @@ def test_a_rank_that_crashes_leaves_its_stacks_in_its_log(mortals: Callable[[int
 
 def test_a_rank_that_leaves_says_nothing(mortals: Callable[[int], Workers], tmp_path: Path) -> None:
     workers = mortals(1)
-    (found,) = errors(workers.start(plan(tmp_path, "--train-iters", "3", "--rehearse-faults", "0:0:2:exit")))
+    run_plan = plan(tmp_path, "--train-iters", "3", "--rehearse-faults", "0:0:2:exit")
+    (found,) = errors(workers.start(run_plan))
     assert isinstance(found, ray.exceptions.RayActorError)
     assert "Traceback" not in run_plan.paths.rank_log(0, 0).read_text()
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import ClusterFormationError
@@ -20,6 +21,7 @@ _POLL_S = 0.5
 _GRANT_S = 30.0
 _ANSWER_S = 3.0
 _GONE_S = 1.0
+_NODES_S = 2.0
 _RESET_S = 10.0
 
 
@@ -67,7 +69,9 @@ class Crew:
     def room(self, barred: Collection[str] = ()) -> dict[str, float]:
         """Devices that each living node could give to this run: those that it holds, and those that are free."""
         resource = RESOURCE[self._plan.device]
-        nodes = [n for n in self._session.nodes() if n.node_id not in self.lost and n.node_id not in barred]
+        out = self.lost | set(barred)
+        # Ray takes a while to notice that a node is gone.
+        nodes = [n for n in self._session.nodes() if n.node_id not in out and not n.is_gone()]
         return {n.node_id: self._held_on(n.node_id) or n.free.get(resource, 0.0) for n in nodes}
 
     def usable(self, barred: Collection[str] = ()) -> int:
@@ -236,14 +240,23 @@ class Crew:
 
     def _wait_ready(self, members: Sequence[Member]) -> None:
         waiting = [m for m in members if m.process.facts is None]
+        looked_at, unreached = time.monotonic(), set[str]()
         while waiting:
             by_process = {m.process: m for m in waiting}
             for settled, error in process.settle(list(by_process), _POLL_S):
                 if error is not None:
-                    self._abandon(members)
                     member = by_process[settled]
-                    raise RankFailed(failures.from_error(member.spec, settled.log_path, error))
+                    self._give_up(members, failures.from_error(member.spec, settled.log_path, error))
+            if time.monotonic() - looked_at > _NODES_S:
+                gone = {m.spec.node_id for m in waiting if m.process.node.is_gone()}
+                for member in [m for m in waiting if m.spec.node_id in gone & unreached]:
+                    self._give_up(members, failures.of_lost_node(member.spec))
+                looked_at, unreached = time.monotonic(), gone
             waiting = [m for m in waiting if m.process.facts is None]
+
+    def _give_up(self, members: Sequence[Member], failure: Failure) -> NoReturn:
+        self._abandon(members)
+        raise RankFailed(failure)
 
     def _abandon(self, members: Sequence[Member]) -> None:
         """Those that are ready are as good as before; the others end."""

@@ -80,6 +80,20 @@ def from_error(spec: RankSpec, log_path: Path, error: Exception, pid: int | None
     return failure
 
 
+def of_lost_node(spec: RankSpec) -> Failure:
+    """What there is to say of a rank whose node cannot be reached."""
+    return Failure(
+        rank=spec.rank,
+        node_ip=spec.node_ip,
+        node_id=spec.node_id,
+        kind=FailureKind.NODE_DIED,
+        error=f"node {spec.node_ip} is gone: its Ray does not answer",
+        step=0,
+        attempt=spec.attempt,
+        at=time.time(),
+    )
+
+
 def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
     # The note stands above the stacks of all threads.
     own = _end_of(Path(failure.log_path), _CRASH_BYTES).rpartition(LOG_HEADER)[2]

@@ -17,11 +17,10 @@ from raytrain_llama3.launch.failures import rank_of_evidence
 from raytrain_llama3.launch.session import end_pids
 from raytrain_llama3.messages import Failure, FailureKind, RankResult, Rendezvous, ResumePoint, WorkerReport
 
-_STORE_S = 60.0
+_STORE_S = 20.0
 _FOLD_S: dict[Device, float] = {"cpu": 3.0, "cuda": 0.5}
 """How long the others have to fall. NCCL does not let go: on GPUs only those are waited for that fell by themselves."""
 _STACKS_S = 3.0
-_NODE_GONE = "node {} is gone: its Ray does not answer"
 _FOLLOWS = (FailureKind.PEER_LOST, FailureKind.TIMED_OUT, FailureKind.DIED)
 """Kinds that a lost node explains better than they explain themselves."""
 
@@ -50,7 +49,8 @@ class Gang:
         try:
             port = ray.get(opening, timeout=_STORE_S)
         except ray.exceptions.RayError as error:
-            raise RankFailed(self._failure(first, error)) from error
+            gone = first.process.node.is_gone()
+            raise RankFailed(failures.of_lost_node(first.spec) if gone else self._failure(first, error)) from error
         rendezvous = Rendezvous(first.spec.node_ip, port, prefix)
         plan = ray.put(self.plan)
         self._running = {m.process.actor.run.remote(plan, m.spec, rendezvous, resume): m for m in self.members}
@@ -84,15 +84,7 @@ class Gang:
         seen = [failure for m, failure in self._fallen if m.spec.rank != blamed] + ([also] if also else [])
         first = min(seen, key=rank_of_evidence)
         if first.kind in _FOLLOWS and (gone := self._on_lost_node()) is not None:
-            first = replace(
-                first,
-                kind=FailureKind.NODE_DIED,
-                rank=gone.spec.rank,
-                node_ip=gone.spec.node_ip,
-                node_id=gone.spec.node_id,
-                error=_NODE_GONE.format(gone.spec.node_ip),
-                exit_code=None,
-            )
+            first = failures.of_lost_node(gone.spec)
         others = {m.spec.rank for m, _ in self._fallen} - {first.rank}
         return replace(first, others=tuple(sorted(others)), log_tail=first.log_tail or self._tail_from_afar(first))
 
@@ -130,7 +122,7 @@ class Gang:
         gone = {node for node, member in nodes.items() if member.process.node.is_gone()}
         lost, self._unreached = gone & self._unreached, gone
         for node in lost:
-            return self.blame(nodes[node], FailureKind.NODE_DIED, _NODE_GONE.format(nodes[node].spec.node_ip))
+            return failures.of_lost_node(nodes[node].spec)
         return None
 
     def blame(self, member: Member, kind: FailureKind, error: str, since_s: float = 0.0) -> Failure:

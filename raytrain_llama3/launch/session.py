@@ -51,10 +51,12 @@ class Node:
     total: dict[str, float]
     free: dict[str, float]
     port: int = 0
-    """Where its raylet listens."""
+    """Where its raylet listens; 0 where that is not known."""
 
     def is_gone(self, timeout_s: float = 0.5) -> bool:
         """Whether its raylet cannot be reached, long before Ray's own health check gives it up."""
+        if not self.port:
+            return False
         try:
             socket.create_connection((self.ip, self.port), timeout=timeout_s).close()
         except OSError:

@@ -194,8 +194,17 @@ class Gang:
     def _failure(self, member: Member, error: Exception) -> Failure:
         pid = member.process.facts.pid if member.process.facts else None
         failure = failures.from_error(member.spec, self._log(member), error, pid)
-        blamed = next((m.spec for m in self.members if m.spec.rank == failure.rank), member.spec)
-        return replace(failure, node_ip=blamed.node_ip, node_id=failure.node_id and blamed.node_id)
+        blamed = next((m for m in self.members if m.spec.rank == failure.rank), member)
+        if blamed is member:
+            return failure
+        log = self._log(blamed)
+        return replace(
+            failure,
+            node_ip=blamed.spec.node_ip,
+            node_id=blamed.spec.node_id,
+            log_path=str(log),
+            log_tail=failures.log_tail(log),
+        )
 
     def _log(self, member: Member) -> Any:
         return self.plan.paths.rank_log(self._attempt, member.spec.rank)

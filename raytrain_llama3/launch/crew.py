@@ -11,10 +11,11 @@ from typing import NoReturn
 
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import ClusterFormationError
+from raytrain_llama3.host import end_pids
 from raytrain_llama3.launch import failures, placement, process, reservation
 from raytrain_llama3.launch.process import RankProcess
 from raytrain_llama3.launch.reservation import RESOURCE, NoRoom, Reservation
-from raytrain_llama3.launch.session import Session, end_pids
+from raytrain_llama3.launch.session import Session
 from raytrain_llama3.messages import Failure, ProcessFacts, RankSpec
 
 _POLL_S = 0.5

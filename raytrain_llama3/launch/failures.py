@@ -9,10 +9,9 @@ from pathlib import Path
 
 from raytrain_llama3.config.plan import LOG_HEADER
 from raytrain_llama3.errors import HardwareError, RankError
+from raytrain_llama3.host import end_of, log_tail
 from raytrain_llama3.messages import Failure, FailureKind, RankSpec
 
-_LOG_TAIL_LINES = 20
-_LOG_TAIL_BYTES = 16_384
 _CRASH_BYTES = 262_144
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _MEMORY_REMEDY = (
@@ -96,7 +95,7 @@ def of_lost_node(spec: RankSpec) -> Failure:
 
 def _died(failure: Failure, error: Exception, pid: int | None) -> Failure:
     # The note stands above the stacks of all threads.
-    own = _end_of(Path(failure.log_path), _CRASH_BYTES).rpartition(LOG_HEADER)[2]
+    own = end_of(Path(failure.log_path), _CRASH_BYTES).rpartition(LOG_HEADER)[2]
     notes = _FATAL.findall(own)
     who = "the process" if pid is None else f"process {pid}"
     if notes:
@@ -136,17 +135,3 @@ def _in_one_line(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayTaskError):
         return lines[-1]
     return f"{type(error).__name__}: {lines[-1 if isinstance(error, ray.exceptions.RayError) else 0]}"
-
-
-def log_tail(path: Path) -> tuple[str, ...]:
-    """The last lines of a rank's log, where this host can read it."""
-    return tuple(_end_of(path, _LOG_TAIL_BYTES).splitlines()[-_LOG_TAIL_LINES:])
-
-
-def _end_of(path: Path, size_bytes: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size_bytes))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

@@ -11,10 +11,10 @@ from typing import Any
 
 from raytrain_llama3.config.plan import Device, RunPlan
 from raytrain_llama3.errors import RaytrainError
+from raytrain_llama3.host import end_pids, log_tail
 from raytrain_llama3.launch import failures
 from raytrain_llama3.launch.crew import Member, RankFailed
 from raytrain_llama3.launch.failures import rank_of_evidence
-from raytrain_llama3.launch.session import end_pids
 from raytrain_llama3.messages import Failure, FailureKind, RankResult, Rendezvous, ResumePoint, WorkerReport
 
 _STORE_S = 20.0
@@ -131,7 +131,7 @@ class Gang:
         spec = member.spec
         return Failure(
             spec.rank, spec.node_ip, kind, error, 0, self._attempt, spec.node_id,
-            at=time.time() - since_s, detect_s=since_s, log_path=str(log), log_tail=failures.log_tail(log),
+            at=time.time() - since_s, detect_s=since_s, log_path=str(log), log_tail=log_tail(log),
         )  # fmt: skip
 
     def end(self, member: Member) -> None:
@@ -203,7 +203,7 @@ class Gang:
             node_ip=blamed.spec.node_ip,
             node_id=blamed.spec.node_id,
             log_path=str(log),
-            log_tail=failures.log_tail(log),
+            log_tail=log_tail(log),
         )
 
     def _log(self, member: Member) -> Any:

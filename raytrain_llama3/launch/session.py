@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import Device, DeviceSupply
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ClusterFormationError, HardwareError, StoppedBySignal
+from raytrain_llama3.host import end_processes
 from raytrain_llama3.launch.dashboard import Dashboard, put_off
 from raytrain_llama3.launch.signals import NEVER, StopSignal
 
@@ -201,21 +202,3 @@ def cluster_supply(session: Session, config: Config) -> DeviceSupply:
 
 def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
-
-
-def end_pids(pids: Iterable[int], patience_s: float) -> None:
-    """`end_processes` of those of `pids` that are there."""
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    end_processes(processes, patience_s)
-
-
-def end_processes(processes: Iterable[psutil.Process], patience_s: float) -> None:
-    """See that `processes` are gone within `patience_s`; kill what is not."""
-    _, alive = psutil.wait_procs(list(processes), timeout=patience_s)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=patience_s)

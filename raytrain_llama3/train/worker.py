@@ -6,7 +6,6 @@ A plain class, importable without torch: `launch.gang` turns it into a Ray actor
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import logging
@@ -25,13 +24,12 @@ import psutil
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import LOG_HEADER, RunPlan
+from raytrain_llama3.host import end_pids, log_tail
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
 from raytrain_llama3.train.faults import PlainWords
 from raytrain_llama3.train.links import Links
 from raytrain_llama3.train.reporter import Reporter
 from raytrain_llama3.train.stop import StopRequest
-
-_TAIL_LINES = 20
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -123,21 +121,11 @@ class TrainWorker:
 
     def see_gone(self, pids: Sequence[int], patience_s: float) -> list[int]:
         """See that processes of this host are gone, killing what is left after `patience_s`; those that remain."""
-        processes = []
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(psutil.Process(pid))
-        _, alive = psutil.wait_procs(processes, timeout=patience_s)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        return [process.pid for process in psutil.wait_procs(alive, timeout=patience_s)[1]]
+        return end_pids(pids, patience_s)
 
     def log_tail(self, path: str) -> list[str]:
         """The last lines of a log on this host."""
-        with contextlib.suppress(OSError):
-            return Path(path).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return []
+        return list(log_tail(Path(path)))
 
     def stacks(self) -> str:
         """The Python stack of every thread of this process."""

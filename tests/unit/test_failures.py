@@ -13,7 +13,8 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from raytrain_llama3.config.plan import LOG_HEADER
 from raytrain_llama3.errors import RankError
-from raytrain_llama3.launch.failures import from_error, log_tail, rank_of_evidence
+from raytrain_llama3.host import log_tail
+from raytrain_llama3.launch.failures import from_error, rank_of_evidence
 from raytrain_llama3.messages import Failure, FailureKind, RankSpec
 
 SPEC = RankSpec(2, 4, 1, 0, 2, 0, "ab12", "10.0.0.7", attempt=1)

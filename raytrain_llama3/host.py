@@ -1,0 +1,45 @@
+"""What the driver and the ranks both ask of the host that they run on: processes to end, logs to read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+_TAIL_LINES = 20
+_TAIL_BYTES = 16_384
+
+
+def end_pids(pids: Iterable[int], patience_s: float) -> list[int]:
+    """`end_processes` of those of `pids` that are there; those that remain."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    return end_processes(processes, patience_s)
+
+
+def end_processes(processes: Iterable[psutil.Process], patience_s: float) -> list[int]:
+    """See that `processes` are gone within `patience_s`; kill what is not. Those that remain after as long again."""
+    _, alive = psutil.wait_procs(list(processes), timeout=patience_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return [process.pid for process in psutil.wait_procs(alive, timeout=patience_s)[1]]
+
+
+def log_tail(path: Path) -> tuple[str, ...]:
+    """The last lines of a rank's log, where this host can read it."""
+    return tuple(end_of(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
+
+
+def end_of(path: Path, size_bytes: int) -> str:
+    """The last `size_bytes` of a file as text; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -25,6 +25,7 @@ import chaos_report
 import faults
 import psutil
 import records
+import tiny
 from chaos_plan import Fault, Kind
 from chaos_report import Outcome, Struck
 from cluster import SETTINGS, TwoNodes
@@ -43,28 +44,13 @@ _GONE_S = 15.0
 _LOOK_S = 0.002
 _MARKER = "COMMITTED"
 
-FLAGS: dict[str, Any] = {
-    "device": "cpu",
+FLAGS: dict[str, Any] = tiny.MODEL | {
     "num-nodes": NODES,
     "gpus-per-node": RANKS_PER_NODE,
-    "dtype": "fp32",
-    "num-layers": 2,
-    "hidden-size": 64,
-    "ffn-hidden-size": 176,
-    "num-attention-heads": 4,
-    "num-query-groups": 2,
-    "kv-channels": 16,
-    "seq-length": 32,
-    "vocab-size": 256,
-    "data-arg": "MOCK",
-    "micro-batch-size": 2,
     "global-batch-size": BATCH,
     "learning-rate": 1e-3,
     "lr-warmup-samples": 80,
-    "eval-interval": 0,
-    "eval-iters": 1,
     "log-interval": 20,
-    "use-exp-structure": 1,
 }
 CALM = {"save-interval": 0}
 CHAOS = {

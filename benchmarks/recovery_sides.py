@@ -15,6 +15,7 @@ from typing import Any
 
 import faults
 import records
+import tiny
 from processes import Tree, environment
 
 OURS, TORCHRUN, RAY_TRAIN = "ours", "torchrun", "Ray Train"
@@ -23,25 +24,10 @@ _ACCOUNT_S = 5.0
 _SETTLE_S = 3.0
 _MANY = 1_000_000
 
-MODEL: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "num-layers": 2,
-    "hidden-size": 64,
-    "ffn-hidden-size": 176,
-    "num-attention-heads": 4,
-    "num-query-groups": 2,
-    "kv-channels": 16,
-    "seq-length": 32,
-    "vocab-size": 256,
-    "data-arg": "MOCK",
-    "micro-batch-size": 2,
+MODEL: dict[str, Any] = tiny.MODEL | {
     "train-iters": _MANY,
-    "eval-interval": 0,
-    "eval-iters": 1,
     "save-interval": 20,
     "max-checkpoints": 3,
-    "use-exp-structure": 1,
     "exp-name": "run",
 }
 OWN_FLAGS: dict[str, Any] = {"standby-processes": 1, "max-restarts": _MANY, "log-interval": 20}

@@ -21,6 +21,7 @@ from pathlib import Path
 import cluster
 import psutil
 import records
+import tiny
 from processes import BenchmarkError, Tree, end_on_sigterm, environment
 
 TORCHRUN, OWN, WARM = "torchrun", "own Ray", "warm cluster"
@@ -29,24 +30,9 @@ _TIMEOUT_S = 300.0
 _QUIET_LOAD = 0.1
 _QUIET_TIMEOUT_S = 60.0
 
-MODEL = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "num-layers": 2,
-    "hidden-size": 64,
-    "ffn-hidden-size": 176,
-    "num-attention-heads": 4,
-    "num-query-groups": 2,
-    "kv-channels": 16,
-    "seq-length": 32,
-    "vocab-size": 256,
-    "data-arg": "MOCK",
-    "micro-batch-size": 2,
+MODEL = tiny.MODEL | {
     "train-iters": 3,
-    "eval-interval": 0,
-    "eval-iters": 1,
     "save-interval": 0,
-    "use-exp-structure": 1,
     "exp-dir": ".",
     "exp-name": "run",
 }

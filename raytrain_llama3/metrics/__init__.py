@@ -152,9 +152,10 @@ class Metrics:
             self._interval = []
 
     def _write(self, item: Item) -> None:
-        self._say(item)
+        # Files first: whoever reads a line may look there for the rest of it.
         for sink in self._sinks:
             self._guarded(sink.name, partial(sink.write, item))
+        self._say(item)
 
     def _say(self, item: Item) -> None:
         # A closed pipe or terminal leaves nowhere to warn.

@@ -70,8 +70,12 @@ def without_pod(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k not in POD_NAMES and not k.startswith("TORCHELASTIC_")}
 
 
-def for_workers(environment: Mapping[str, str], device: str, threads: int) -> dict[str, str]:
-    """What every rank gets: the user's value where set, else one that fits `device`.
+_IB_TIMEOUTS = {"A100": "19", "A800": "19"}
+"""NCCL waits 4.096 µs · 2^this for an InfiniBand acknowledgement; the script's values, 23 on anything newer."""
+
+
+def for_workers(environment: Mapping[str, str], device: str, device_name: str, threads: int) -> dict[str, str]:
+    """What every rank gets: the user's value where set, else one that fits `device`, a GPU called `device_name`.
 
     `threads` is a rank's share of its node's cores.
     """
@@ -81,7 +85,7 @@ def for_workers(environment: Mapping[str, str], device: str, threads: int) -> di
         chosen |= {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NCCL_IB_DISABLE": "0",
-            "NCCL_IB_TIMEOUT": "23",
+            "NCCL_IB_TIMEOUT": next((t for name, t in _IB_TIMEOUTS.items() if name in device_name), "23"),
             "NCCL_P2P_DISABLE": "0",
             # Without it an 8B step fragments the last free gigabytes away.
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_llama3.config.plan import Layout
@@ -62,50 +63,117 @@ class Memory:
     """Bytes on the fullest device."""
 
     weights: float
+    """With dtype fp8 also the fp8 copies of the layers' matrices, as they are and transposed."""
     gradients: float
     optimizer: float
+    """Adam's moments and what is kept of the fp32 master weights."""
     activations: float
+    """What the layers keep for the backward pass."""
+    logits: float
+    """Scores over the vocabulary, and their gradient."""
+    workspace: float
+    """What the kernels want beside them."""
+    update: float
+    """fp32 copies of gradients while weights are updated; activations and logits are gone by then."""
 
     @property
     def total(self) -> float:
-        """All of them together."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """At the peak of a step."""
+        kept = self.weights + self.gradients + self.optimizer + self.workspace
+        return kept + max(self.activations + self.logits, self.update)
 
 
-def memory(config: Config, layout: Layout, device: str) -> Memory:
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+"""Of `Memory`, in the order in which they are told."""
+
+
+def is_precision_aware(config: Config, device: str) -> bool:
+    """Whether the optimizer is Transformer Engine's, which has a choice of how moments and masters are kept."""
+    return device == "cuda" and config.dtype in ("bf16", "fp8") and config.use_distributed_optimizer
+
+
+def keeps_remainders(config: Config, device: str) -> bool:
+    """Whether of the fp32 master weights only the 2 bytes are kept that the bf16 weights lack; not for every fp8."""
+    return is_precision_aware(config, device) and (config.dtype == "bf16" or config.fp8_recipe == "delayed")
+
+
+def memory(config: Config, layout: Layout, device: str, moments: str | None = None) -> Memory:
     """What the fullest device (a first pipeline stage) holds at the peak of a step.
 
-    Held against one H200: Llama3-8B, sequence 8192, bf16 moments, 113 GiB measured.
+    `moments` is what "auto" became for `optimizer_moments_dtype`; without it auto counts as fp32. Held against one
+    H200 by `tests/gpu/test_gpu_memory.py`.
     """
     c, half = config, config.dtype != "fp32"
     embedding = padded_vocab_size(c.vocab_size) * c.hidden_size
     ends = 2 * embedding if layout.pp == 1 else embedding
-    mine = ((parameters(c) - 2 * embedding) / layout.pp + ends) / layout.tp
+    in_layers = (parameters(c) - 2 * embedding) / layout.pp / layout.tp
+    mine = in_layers + ends / layout.tp
     shards = layout.dp * layout.cp if c.use_distributed_optimizer else 1
-    precise = device == "cuda" and c.dtype in ("bf16", "fp8") and c.use_distributed_optimizer
-    moments = 4 if precise and c.optimizer_moments_dtype == "bf16" else 8
-    # Precision-aware state keeps the 2 bytes of the fp32 master weight that its bf16 copy lacks; not for every fp8.
-    split = precise and (c.dtype == "bf16" or c.fp8_recipe == "delayed")
-    master = (2 if split else 4) if half else 0
+    half_moments = is_precision_aware(c, device) and (moments or c.optimizer_moments_dtype) == "bf16"
+    master = (2 if keeps_remainders(c, device) else 4) if half else 0
+    half_gradients = half and c.grad_reduce_in_bf16
+    copies = in_layers * 2 if c.dtype == "fp8" else 0
+    weights = mine * (2 if half else 4) + copies - (in_layers * 2 if copies and c.fp8_param_gather else 0)
     return Memory(
-        weights=mine * (2 if half else 4),
-        gradients=mine * (2 if half and c.grad_reduce_in_bf16 else 4),
-        optimizer=mine * (moments + master) / shards,
+        weights=weights,
+        gradients=mine * (2 if half_gradients else 4),
+        optimizer=mine * ((4 if half_moments else 8) + master) / shards,
         activations=_activations(c, layout, device),
+        logits=_logits(c, layout, device) if layout.pp == 1 else 0.0,
+        workspace=_workspace(c, layout) if device == "cuda" else 0.0,
+        update=mine * 4 / shards if half_gradients and not keeps_remainders(c, device) else 0.0,
     )
 
 
 def _activations(config: Config, layout: Layout, device: str) -> float:
-    c, width = config, 2 if config.dtype != "fp32" else 4
+    """Kept by a stage's layers over the micro-batches that it has in flight."""
+    c = config
     tokens = layout.micro_batch_size * c.seq_length / layout.cp
-    queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    residual = 4 * c.hidden_size / (layout.tp if layout.sequence_parallel else 1)
-    inner = (3 * queries + 4 * keys + 3 * c.ffn_hidden_size) / layout.tp
-    scores = 0.0
-    if device == "cpu" and not c.recompute_activations:
+    layers, in_flight = c.num_layers / layout.pp, min(layout.pp, layout.num_micro_batches)
+    whole, kept = _token_in_layer(c, layout, device), _token_in_layer(c, layout, device, c.recompute_modules)
+    # What is computed again is there for one layer at a time.
+    return tokens * (kept * layers * in_flight + (whole - kept))
+
+
+def _token_in_layer(config: Config, layout: Layout, device: str, again: Sequence[str] = ()) -> float:
+    """Bytes that one token leaves in one layer, when the parts in `again` are not kept."""
+    c, width = config, 2 if config.dtype != "fp32" else 4
+    # An input of a product is kept in the product's format.
+    of_product = 1 if c.dtype == "fp8" else width
+    queries, keys = c.num_attention_heads * c.kv_channels / layout.tp, c.num_query_groups * c.kv_channels / layout.tp
+    hidden, ffn = c.hidden_size / (layout.tp if layout.sequence_parallel else 1), c.ffn_hidden_size / layout.tp
+    if "layer" in again:
+        return hidden * width
+    norms_and_residual = 2 * hidden * width + hidden * of_product
+    attention = (2 * queries + 2 * keys) * (1 if has_fp8_attention(c, layout.cp, None) else width)
+    if of_product != width:
+        attention += queries * of_product
+    if device == "cpu" and not c.recompute_activations and "core_attn" not in again:
         # The CPU has no fused attention: scores and weights are kept for every pair of tokens.
-        scores = 2 * c.num_attention_heads * c.seq_length / layout.tp
-    layers = c.num_layers / layout.pp
-    in_flight = min(layout.pp, layout.num_micro_batches)
-    logits = tokens * padded_vocab_size(c.vocab_size) / layout.tp * (width + 4)
-    return tokens * width * (residual + inner + scores) * layers * in_flight + (logits if layout.pp == 1 else 0)
+        attention += 2 * c.num_attention_heads / layout.tp * c.seq_length * width
+    mlp = 0.0 if "mlp" in again else hidden * of_product + 2 * ffn * width + ffn * of_product
+    return norms_and_residual + attention + mlp
+
+
+def has_fp8_attention(config: Config, cp: int, capability: float | None) -> bool:
+    """What `fp8_attention` comes to on a GPU of `capability` (None: one that can)."""
+    if config.dtype != "fp8" or config.fp8_attention != "auto":
+        return config.dtype == "fp8" and config.fp8_attention is True
+    return config.fp8_recipe == "delayed" and cp == 1 and (capability is None or capability >= 9.0)
+
+
+def _logits(config: Config, layout: Layout, device: str) -> float:
+    width = 2 if config.dtype != "fp32" else 4
+    tokens = layout.micro_batch_size * config.seq_length / layout.cp
+    # Transformer Engine's kernel leaves the gradient in the logits' own format beside them; the others work in fp32.
+    by_kernel = device == "cuda" and config.cross_entropy_loss_fusion and config.dtype != "fp16"
+    kept = 2 * width if by_kernel else width + 4
+    return tokens * padded_vocab_size(config.vocab_size) / layout.tp * kept
+
+
+def _workspace(config: Config, layout: Layout) -> float:
+    """What cuBLAS wants (32 MiB), and a gradient of each shape that autograd asks for though it is in the buffer."""
+    c, width = config, 2 if config.dtype != "fp32" else 4
+    queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
+    shapes = (queries + 2 * keys, queries, 3 * c.ffn_hidden_size, padded_vocab_size(c.vocab_size))
+    return 32 * 2**20 + sum(shapes) * c.hidden_size / layout.tp * width

@@ -1,15 +1,12 @@
-"""How a model comes apart over ranks: the sizes that must divide each other, and the memory that a rank then needs."""
+"""How a model comes apart over ranks: the sizes that must divide each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from raytrain_llama3.config import estimate
-from raytrain_llama3.config.plan import DeviceSupply, Layout, RunPlan
+from raytrain_llama3.config.plan import Layout
 from raytrain_llama3.config.schema import Config
-
-_ESTIMATE_MARGIN = 1.04
-"""How far the memory estimate may be off: 4 % above what 8B on one H200 really took."""
 
 
 def layout_of(config: Config, world: int) -> Layout:
@@ -94,49 +91,6 @@ def world_problems(config: Config, world: int, ranks_per_node: Sequence[int]) ->
             f"micro_batch_size {c.micro_batch_size} × data-parallel {dp} × pp_size {c.pp_size} (for virtual stages) =",
             once * c.pp_size,
         )
-
-
-def memory_problems(config: Config, layout: Layout, supply: DeviceSupply) -> Iterator[str]:
-    """A line when a device has too little memory for its part, where it is known how much there is."""
-    if supply.memory_bytes is None:
-        return
-    need = estimate.memory(config, layout, supply.device)
-    if need.total <= supply.memory_bytes * _ESTIMATE_MARGIN:
-        return
-    parts = ", ".join(
-        f"{name} {getattr(need, name) / estimate.GIB:.1f}"
-        for name in ("weights", "gradients", "optimizer", "activations")
-    )
-    billions = estimate.parameters(config) / 1e9
-    where = "a process on this CPU" if supply.device == "cpu" else supply.device_name
-    yield (
-        f"a model of {billions:.2f} billion parameters needs about {need.total / estimate.GIB:.0f} GiB a device "
-        f"({parts}); {where} has {supply.memory_bytes / estimate.GIB:.0f} GiB: {_memory_remedy(config, supply)}"
-    )
-
-
-def tight_memory(plan: RunPlan, supply: DeviceSupply) -> list[str]:
-    """A line when the estimate says that memory may not be enough, within what the estimate can tell."""
-    need = estimate.memory(plan.config, plan.layout, plan.device).total
-    if supply.memory_bytes is None or need < supply.memory_bytes / _ESTIMATE_MARGIN:
-        return []
-    return [
-        f"memory is tight: about {need / estimate.GIB:.0f} of {supply.memory_bytes / estimate.GIB:.0f} GiB a device; "
-        f"if it runs out, {_memory_remedy(plan.config, supply)}"
-    ]
-
-
-def _memory_remedy(config: Config, supply: DeviceSupply) -> str:
-    if supply.device == "cpu":
-        return "use GPUs, or see a small model train here: make demo, or --config configs/demo.toml"
-    options = ["raise tp_size or pp_size", "lower micro_batch_size or seq_length"]
-    if (
-        config.optimizer_moments_dtype == "fp32"
-        and config.dtype in ("bf16", "fp8")
-        and config.use_distributed_optimizer
-    ):
-        options.append("--optimizer-moments-dtype bf16")
-    return ", ".join(options)
 
 
 def _sequence_parts(config: Config) -> tuple[int, str]:

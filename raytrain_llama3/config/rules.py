@@ -15,12 +15,11 @@ from raytrain_llama3.config.layout_rules import (
     count_of,
     layout_of,
     layout_problems,
-    memory_problems,
     model_problems,
-    tight_memory,
     world_problems,
 )
 from raytrain_llama3.config.load import Loaded
+from raytrain_llama3.config.memory_rules import memory_problems, moments_dtype, tight_memory
 from raytrain_llama3.config.plan import DeviceSupply, RunPaths, RunPlan
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
@@ -65,7 +64,11 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
         decay_samples=config.lr_decay_samples,
         padded_vocab_size=estimate.padded_vocab_size(config.vocab_size),
         mock_data=is_mock(config),
-        worker_environment=env.for_workers(loaded.environ, supply.device, min(threads, 4) if world > 1 else threads),
+        worker_environment=env.for_workers(
+            loaded.environ, supply.device, supply.device_name, min(threads, 4) if world > 1 else threads
+        ),
+        moments_dtype=moments_dtype(config, layout, supply),
+        fp8_attention=estimate.has_fp8_attention(config, config.cp_size, supply.capability),
         peak_flops=estimate.peak_flops(supply.device_name, config.dtype),
         supply=supply,
     )
@@ -84,7 +87,7 @@ def resize(plan: RunPlan, sizes: Sequence[int]) -> RunPlan:
     if not legal:
         raise ConfigError(tuple(world_problems(c, there, sizes)))
     layout, left, used = layout_of(c, legal[0] * model), legal[0] * model, []
-    _raise_if(list(memory_problems(c, layout, plan.supply)))
+    _raise_if(list(memory_problems(c, layout, plan.supply, plan.moments_dtype)))
     for size in sizes:
         used.append(min(size, left))
         left -= used[-1]
@@ -201,6 +204,8 @@ def _schedule_problems(loaded: Loaded) -> Iterator[str]:
 
 def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
     c = config
+    if c.offload_modules and supply.device == "cpu":
+        yield f"offload_modules {','.join(c.offload_modules)} needs a GPU: on a CPU they are in its memory already"
     if c.dtype == "fp8" and c.fp8_param_gather and c.optimizer_moments_dtype == "bf16":
         yield (
             "fp8_param_gather needs optimizer_moments_dtype fp32: Transformer Engine's Adam has no bf16 moments for "

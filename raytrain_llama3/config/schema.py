@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from raytrain_llama3.config.values import Auto, Fraction, Rehearsal, Split
+from raytrain_llama3.config.values import Auto, Fraction, Offload, Ranks, Recompute, Rehearsal, Split
 
 
 def option(default: Any, *aliases: str, **constraints: Any) -> Any:
@@ -116,8 +116,9 @@ class Precision(Options):
     """The script's switch; dtype decides, and a contradiction is one warning."""
     grad_reduce_in_bf16: bool = True
     """Accumulate and reduce gradients in bf16 rather than fp32 (with half-precision weights)."""
-    optimizer_moments_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of Adam's two moments on a GPU; bf16 saves 4 bytes a parameter (8B then fits one 141 GB GPU)."""
+    optimizer_moments_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Format of Adam's two moments on a GPU; auto: fp32, or bf16 where only that fits. bf16 saves 4 bytes a parameter,
+    and 8B then fits one 141 GB GPU."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: e4m3 forward, e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
@@ -129,12 +130,21 @@ class Precision(Options):
     fp8_param_gather: bool = False
     """Keep and gather weights in fp8. The script turns it on; off here because it needs fp32 moments, and pays only
     with data parallelism."""
+    fp8_attention: Auto | bool = "auto"
+    """With dtype fp8, attention in fp8 too; auto: where the recipe is delayed, on Hopper and later, without context
+    parallelism. 3 % of a step of 8B; off keeps attention in bf16."""
     attention_backend: Literal["auto", "fused", "flash", "unfused", "local"] = "auto"
     """Attention kernel. The script says fused; auto lets Transformer Engine take the fastest that fits."""
     cross_entropy_loss_fusion: bool = True
     """Fused loss kernel (GPU)."""
     recompute_activations: bool = False
-    """Compute attention again in the backward pass instead of keeping it."""
+    """The script's switch for --recompute-modules core_attn, which fused attention makes needless."""
+    recompute_modules: Recompute = ()
+    """Parts of a layer computed again in the backward pass instead of kept, with commas between: core_attn (for
+    attention without a fused kernel), mlp, or layer (all of it: least memory, a third more time)."""
+    offload_modules: Offload = ()
+    """Parts of a layer whose inputs wait for the backward pass in the host's memory, with commas between: qkv_linear,
+    core_attn, attn_proj. GPU only."""
 
 
 class Training(Options):
@@ -242,7 +252,10 @@ class Watching(Options):
     eval_iters: PositiveInt = 32
     """Global batches an evaluation."""
     enable_profiling: bool = option(False, "--profile")
-    """Write a torch profiler trace of rank 0 beside the logs."""
+    """Write a torch profiler trace and the ten dearest kernels of the chosen ranks beside the logs; on a GPU also a
+    memory snapshot and ranges for nsys."""
+    profile_ranks: Ranks = (0,)
+    """Ranks that are profiled, with commas between."""
     profile_step_start: NonNegativeInt = 4
     """First profiled step."""
     profile_step_end: NonNegativeInt = 6

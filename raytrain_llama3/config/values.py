@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt
 
 from raytrain_llama3.messages import FaultKind, PlannedFault
 
@@ -32,6 +32,15 @@ def _planned_fault(text: str) -> PlannedFault:
     except ValueError:
         kinds = ", ".join(FaultKind)
         raise ValueError(f"{text!r} is not ATTEMPT:RANK:STEP:KIND with a KIND of {kinds}") from None
+
+
+def _words(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Recompute = Annotated[tuple[Literal["core_attn", "mlp", "layer"], ...], BeforeValidator(_words)]
+Offload = Annotated[tuple[Literal["qkv_linear", "core_attn", "attn_proj"], ...], BeforeValidator(_words)]
+Ranks = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_words)]
 
 
 Rehearsal = Annotated[tuple[PlannedFault, ...], BeforeValidator(_rehearsal)]

@@ -15,7 +15,9 @@ from unittest import mock
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -52,6 +54,13 @@ def _stand_ins() -> Iterable[tuple[object, str, object]]:
         # Says that `step` lives in the parameter groups, which is what makes the state reshardable.
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
+        # Where Transformer Engine is installed its CUDA kernels are taken for these.
+        (clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        (clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
+        (clip_grads, "multi_tensor_scale_tensor_impl", None),
+        (mixed_precision, "multi_tensor_applier", utils.local_multi_tensor_applier),
+        (mixed_precision, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
     )
 
 

@@ -83,24 +83,37 @@ def transformer_config(plan: RunPlan) -> TransformerConfig:
         # go to one peer, and batched ones would be taken for each other.
         batch_p2p_comm=on_gpu and layout.vpp is None,
         overlap_p2p_comm=on_gpu and layout.vpp is not None,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=on_gpu,
+        gradient_accumulation_fusion=on_gpu,
+        use_te_activation_func=on_gpu,
         masked_softmax_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=on_gpu,
+        fused_single_qkv_rope=on_gpu,
         persist_layer_norm=on_gpu,
         cross_entropy_loss_fusion=on_gpu and c.cross_entropy_loss_fusion,
-        cross_entropy_fusion_impl="te" if on_gpu else "native",
+        # Transformer Engine's kernel takes no fp16.
+        cross_entropy_fusion_impl="te" if on_gpu and c.dtype != "fp16" else "native",
         attention_backend=AttnBackend[c.attention_backend],
         **_recompute(plan),
+        **_offload(plan),
         **model_precision(plan),
     )
 
 
 def _recompute(plan: RunPlan) -> dict[str, Any]:
-    if plan.config.recompute_activations:
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    c = plan.config
+    modules = [*c.recompute_modules, *(["core_attn"] if c.recompute_activations else [])]
+    if "layer" in modules:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if modules:
+        return {"recompute_granularity": "selective", "recompute_modules": sorted(set(modules))}
     return {}
+
+
+def _offload(plan: RunPlan) -> dict[str, Any]:
+    if not plan.config.offload_modules:
+        return {}
+    return {"fine_grained_activation_offloading": True, "offload_modules": list(plan.config.offload_modules)}
 
 
 def _build_chunk(plan: RunPlan, process: Process, config: TransformerConfig, stage: int) -> GPTModel:
@@ -123,7 +136,11 @@ def _build_chunk(plan: RunPlan, process: Process, config: TransformerConfig, sta
 
 def _layer_spec(plan: RunPlan, config: TransformerConfig, vp_stage: int | None) -> Any:
     if plan.device == "cuda":
-        return get_gpt_layer_with_transformer_engine_spec()
+        from raytrain_llama3.train.kernels import SwiGLU
+
+        spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(use_te_activation_func=True)
+        spec.submodules.mlp.keywords["submodules"].activation_func = SwiGLU
+        return spec
     from raytrain_llama3.train.cpu_device import norm_class
 
     norm = norm_class(plan.config.normalization)

@@ -37,6 +37,7 @@ def model_precision(plan: RunPlan) -> dict[str, Any]:
             "fp8_amax_history_len": config.fp8_amax_history_len,
             "fp8_amax_compute_algo": config.fp8_amax_compute_algo,
             "fp8_param": config.fp8_param_gather,
+            "fp8_dot_product_attention": plan.fp8_attention,
         }
     return chosen
 
@@ -56,7 +57,7 @@ def optimizer_precision(plan: RunPlan) -> dict[str, Any]:
         "fp8_recipe": config.fp8_recipe if config.dtype == "fp8" else None,
     }
     if plan.device == "cuda" and dtype is torch.bfloat16 and config.use_distributed_optimizer:
-        moments = torch.bfloat16 if config.optimizer_moments_dtype == "bf16" else torch.float32
+        moments = _DTYPES[plan.moments_dtype]
         chosen |= {
             "use_precision_aware_optimizer": True,
             "main_grads_dtype": torch.float32 if grad_reduce_in_fp32(plan) else torch.bfloat16,

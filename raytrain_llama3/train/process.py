@@ -103,9 +103,9 @@ def _open_device(plan: RunPlan, spec: RankSpec, stack: contextlib.ExitStack) -> 
 
         stack.enter_context(cpu_device())
         return torch.device("cpu")
-    device = torch.device("cuda", spec.device_index)
-    torch.cuda.set_device(device)
-    return device
+    from raytrain_llama3.train.gpu_device import gpu_device
+
+    return stack.enter_context(gpu_device(spec.device_index))
 
 
 def _await_memory(spec: RankSpec, device: torch.device) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ POD = {
 }
 
 
-def workers(environment: dict[str, str], device: str = "cuda") -> dict[str, str]:
-    return env.for_workers(environment, device, threads=4)
+def workers(environment: dict[str, str], device: str = "cuda", name: str = "NVIDIA H200") -> dict[str, str]:
+    return env.for_workers(environment, device, name, threads=4)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,14 @@ def test_defaults_fit_the_device() -> None:
         "OMP_NUM_THREADS": "4",
     }
     assert workers({}, "cpu") == {"OMP_NUM_THREADS": "4", "TORCHDYNAMO_DISABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "timeout"), [("NVIDIA A100-SXM4-80GB", "19"), ("NVIDIA H100 80GB HBM3", "23"), ("NVIDIA B200", "23")]
+)
+def test_infiniband_waits_as_long_as_the_script_says_for_each_chip(name: str, timeout: str) -> None:
+    assert workers({}, "cuda", name)["NCCL_IB_TIMEOUT"] == timeout
+    assert workers({"NCCL_IB_TIMEOUT": "7"}, "cuda", name)["NCCL_IB_TIMEOUT"] == "7"
 
 
 OLD, NEW = "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"

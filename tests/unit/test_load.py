@@ -73,6 +73,7 @@ def test_every_option_is_a_flag_a_variable_and_a_key(tmp_path: Path) -> None:
 def written(name: str) -> str:
     """A value that `name` may have, another than its default where there is one."""
     special = {"fast_test_mode": "0", "split": "98,1,1", "empty_unused_memory_level": "2"}
+    special |= {"recompute_modules": "mlp", "offload_modules": "core_attn, attn_proj", "profile_ranks": "0,3"}
     special |= {"straggler_factor": "2.5", "rehearse_faults": "0:1:5:kill, 1:0:9:stop"}
     if name in special:
         return special[name]

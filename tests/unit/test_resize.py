@@ -141,13 +141,14 @@ def test_too_few_for_one_copy_of_the_model_are_refused_with_the_arithmetic(
 
 
 def test_what_fewer_ranks_have_no_memory_for_is_refused() -> None:
-    plan = planned([], replace(EIGHT_H100, per_node=(8, 8)))
-    assert rules.resize(plan, [8]).layout.dp == 8
+    plan = planned(["--num-nodes", "4", "--recompute-modules", "mlp"], replace(EIGHT_H100, per_node=(8, 8, 8, 8)))
+    assert rules.resize(plan, [8, 8]).layout.dp == 16
     (line,) = cannot(plan, [2])
     assert line.startswith("a model of 8.03 billion parameters needs about ")
-    # 10 bytes a parameter, over two ranks.
+    # 10 bytes a parameter, over two ranks: a run keeps the moments that it began with.
+    assert plan.moments_dtype == "fp32"
     assert "optimizer 37.4" in line
-    assert "NVIDIA H100 80GB HBM3 has 80 GiB: raise tp_size or pp_size" in line
+    assert "NVIDIA H100 80GB HBM3 has 80 GiB: nearest that fits: --" in line
 
 
 def test_memory_that_nobody_knows_refuses_nothing() -> None:

@@ -419,29 +419,64 @@ def test_8b_on_a_cpu_is_refused_with_the_memory_it_needs_and_the_demos_command()
     assert "--config configs/demo.toml" in line
 
 
-ALWAYS = ["raise tp_size or pp_size", "lower micro_batch_size or seq_length"]
-MOMENTS = "--optimizer-moments-dtype bf16"
+TWO_H100, H100S = replace(EIGHT_H100, per_node=(2,)), EIGHT_H100
+SEVENTY_B = ["--num-layers", "80", "--hidden-size", "8192", "--ffn-hidden-size", "28672", "--num-attention-heads", "64"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "remedies"),
+    ("argv", "supply", "remedy"),
     [
-        ([], [*ALWAYS, MOMENTS]),
-        (["--optimizer-moments-dtype", "bf16", "--seq-length", "16384"], ALWAYS),
-        (["--no-use-distributed-optimizer"], ALWAYS),
-        (["--dtype", "fp32"], ALWAYS),
+        (["--optimizer-moments-dtype", "fp32"], ONE_H200, "--optimizer-moments-dtype bf16"),
+        (["--seq-length", "16384"], ONE_H200, "--recompute-modules mlp"),
+        (["--seq-length", "65536"], ONE_H200, "--recompute-modules layer"),
+        (["--micro-batch-size", "2"], H100S, "--micro-batch-size 1"),
+        (["--dtype", "fp16"], H100S, "--recompute-modules mlp"),
+        ([], TWO_H100, "--recompute-modules mlp"),
     ],
 )
-def test_a_model_too_large_for_a_gpu_is_refused_with_what_would_help(argv: list[str], remedies: list[str]) -> None:
-    (line,) = refused(argv, ONE_H200)
-    fact, told = line.rsplit(": ", 1)
-    assert fact.endswith("; NVIDIA H200 has 141 GiB")
-    assert told == ", ".join(remedies)
+def test_a_model_too_large_for_a_gpu_is_refused_with_the_nearest_that_fits(
+    argv: list[str], supply: DeviceSupply, remedy: str
+) -> None:
+    (line,) = refused(argv, supply)
+    fact, told = line.split(" GiB: ")
+    assert f"; {supply.device_name} has " in fact
+    found = re.fullmatch(r"nearest that fits: (.*) \(about (\d+) GiB\)", told)
+    assert found
+    assert found[1] == remedy
+    # What it says is so, and the plan that it leads to is not even tight.
+    plan = planned([*argv, *remedy.split()], supply)
+    total = estimate.memory(plan.config, plan.layout, "cuda", plan.moments_dtype).total
+    assert round(total / GIB) == int(found[2])
+    assert not rules.tight_memory(plan, supply)
+
+
+@pytest.mark.parametrize(
+    ("argv", "supply", "devices"),
+    [
+        (["--no-use-distributed-optimizer"], ONE_H200, 2),
+        (["--dtype", "fp32"], ONE_H200, 2),
+        ([], replace(EIGHT_H100, per_node=(1,)), 2),
+        (SEVENTY_B, EIGHT_H100, 16),
+    ],
+)
+def test_where_nothing_fits_the_number_of_devices_that_would_do_is_told(
+    argv: list[str], supply: DeviceSupply, devices: int
+) -> None:
+    (line,) = refused(argv, supply)
+    assert line.endswith(f" GiB: nothing fits {sum(supply.per_node)} of them; {devices} would do")
+
+
+def test_a_model_that_fits_no_number_of_devices_is_told_so() -> None:
+    (line,) = refused(["--seq-length", str(2**24)], ONE_H200)
+    assert line.endswith("use a smaller model, or GPUs with more memory")
 
 
 @pytest.mark.parametrize(
     "remedy",
-    [["--tp-size", "2"], ["--pp-size", "2"], ["--seq-length", "4096"], MOMENTS.split(), ["--micro-batch-size", "1"]],
+    [
+        *(["--tp-size", "2"], ["--pp-size", "2"], ["--seq-length", "4096"], ["--optimizer-moments-dtype", "bf16"]),
+        *(["--micro-batch-size", "1"], ["--recompute-modules", "mlp"], ["--recompute-modules", "layer"]),
+    ],
 )
 def test_each_remedy_helps(remedy: list[str]) -> None:
     unlimited = replace(EIGHT_H100, memory_bytes=None)
@@ -450,6 +485,37 @@ def test_each_remedy_helps(remedy: list[str]) -> None:
         estimate.memory(after.config, after.layout, "cuda").total
         < estimate.memory(before.config, before.layout, "cuda").total
     )
+
+
+@pytest.mark.parametrize(
+    ("argv", "supply", "moments"),
+    [
+        ([], ONE_H200, "bf16"),
+        ([], H100S, "bf16"),
+        ([], EIGHT_NODES, "fp32"),
+        (["--optimizer-moments-dtype", "bf16"], EIGHT_NODES, "bf16"),
+        (["--num-layers", "8"], ONE_H200, "fp32"),
+        (TINY, cpu(), "fp32"),
+    ],
+)
+def test_moments_are_fp32_unless_only_bf16_fits(argv: list[str], supply: DeviceSupply, moments: str) -> None:
+    assert planned(argv, supply).moments_dtype == moments
+
+
+@pytest.mark.parametrize(
+    ("argv", "supply", "expected"),
+    [
+        (["--dtype", "fp8"], EIGHT_NODES, True),
+        (["--dtype", "fp8", "--fp8-attention", "0"], EIGHT_NODES, False),
+        (["--dtype", "fp8", "--cp-size", "2"], EIGHT_NODES, False),
+        (["--dtype", "fp8", "--fp8-recipe", "tensorwise"], ONE_H200, False),
+        (["--dtype", "fp8", "--fp8-recipe", "tensorwise", "--fp8-attention", "1"], ONE_H200, True),
+        (["--dtype", "fp8"], replace(EIGHT_NODES, device_name="NVIDIA L40S", capability=8.9), False),
+        (["--dtype", "bf16", "--fp8-attention", "1"], EIGHT_NODES, False),
+    ],
+)
+def test_attention_is_in_fp8_where_that_is_sound(argv: list[str], supply: DeviceSupply, expected: bool) -> None:
+    assert planned(argv, supply).fp8_attention is expected
 
 
 def test_8b_fits_one_h200_with_moments_in_bf16() -> None:

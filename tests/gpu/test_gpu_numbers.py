@@ -1,0 +1,72 @@
+"""Every precision learns what fp32 learns, from the same weights and the same text."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import train
+
+SMALL = {
+    "num-layers": 4,
+    "hidden-size": 512,
+    "ffn-hidden-size": 1536,
+    "num-attention-heads": 8,
+    "num-query-groups": 4,
+    "kv-channels": 64,
+    "vocab-size": 257,
+    "data-arg": "PYTHON_STDLIB",
+    "tokenizer-arg": "bytes",
+    "learning-rate": 1e-3,
+    "lr-decay-style": "constant",
+    "eval-interval": 0,
+    "save-interval": 0,
+    "save-at-end": 0,
+}
+LONG = SMALL | {"seq-length": 512, "micro-batch-size": 16, "global-batch-size": 16, "train-iters": 200}
+LONG |= {"lr-warmup-samples": 320}
+PRECISIONS = {
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    "bf16, fp32 gradients": {"dtype": "bf16", "grad-reduce-in-bf16": 0},
+    "fp8 delayed": {"dtype": "fp8"},
+    "fp8 delayed, bf16 attention": {"dtype": "fp8", "fp8-attention": 0},
+    "fp8 delayed, e4m3": {"dtype": "fp8", "fp8-format": "e4m3"},
+    "fp8 tensorwise": {"dtype": "fp8", "fp8-recipe": "tensorwise"},
+    "fp8 blockwise": {"dtype": "fp8", "fp8-recipe": "blockwise", "fp8-format": "e4m3"},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("numbers")
+    results = train(folder, [LONG | precision for precision in PRECISIONS.values()])
+    return dict(zip(PRECISIONS, results, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
+def test_200_steps_end_where_fp32_ends(learned: dict[str, dict[str, Any]], name: str) -> None:
+    assert "error" not in learned[name], learned[name]["error"]
+    reference, losses = learned["fp32"]["losses"], learned[name]["losses"]
+    assert len(losses) == 200
+    assert reference[-1] < 0.6 * reference[0]
+    allowed = 0.02 if "fp8" in name else 0.01
+    # Single steps are noisy; a drift shows in the mean of the last ones, and in whether it grows.
+    last, middle = (
+        statistics.fmean(losses[span]) / statistics.fmean(reference[span]) - 1
+        for span in (slice(180, 200), slice(90, 110))
+    )
+    assert abs(last) < allowed
+    assert abs(last) < abs(middle) + allowed / 2
+
+
+def test_a_gpu_and_a_cpu_agree_in_fp32(tmp_path: Path) -> None:
+    flags = SMALL | {"seq-length": 128, "global-batch-size": 4, "train-iters": 10, "lr-warmup-samples": 4}
+    flags |= {"dtype": "fp32", "num-layers": 2}
+    (on_gpu,) = train(tmp_path / "gpu", [flags])
+    (on_cpu,) = train(tmp_path / "cpu", [flags | {"device": "cpu"}])
+    assert on_gpu["losses"] == pytest.approx(on_cpu["losses"], abs=1e-3)
+    assert on_gpu["grad_norms"] == pytest.approx(on_cpu["grad_norms"], rel=1e-2)

@@ -163,6 +163,10 @@ class StepRecord:
     peak_memory_bytes: int = 0
     skipped: bool = False
     """The optimizer left the weights alone (fp16 overflow, or a non-finite norm)."""
+    product_flops: float = 0.0
+    """What rank 0's GPU reached when it started, in the model's widest product alone, FLOP/s."""
+    power_w: float = 0.0
+    """What rank 0's GPU drew at the end of the step, watts; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

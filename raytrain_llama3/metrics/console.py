@@ -70,10 +70,13 @@ def step_line(metrics: StepMetrics, facts: RunFacts) -> str:
     if rates.tflops_per_device is not None:
         parts.append(f"{short(rates.tflops_per_device)} TFLOP/s/device")
     if rates.mfu is not None:
-        parts.append(f"{100 * rates.mfu:4.1f}% MFU")
+        of_products = "" if rates.of_products is None else f" ({100 * rates.of_products:.0f}% of its products)"
+        parts.append(f"{100 * rates.mfu:4.1f}% MFU{of_products}")
     parts.append(f"{seconds(metrics.step_s)} s/step")
     if facts.device == "cuda":
         parts.append(f"{metrics.peak_memory_bytes / 2**30:5.1f} GiB")
+    if metrics.power_w:
+        parts.append(f"{metrics.power_w:3.0f} W")
     parts.append(f"ETA {duration(metrics.eta_s)}")
     if metrics.skipped_steps:
         parts.append(f"skipped {metrics.skipped_steps} of {metrics.steps}")

@@ -37,6 +37,8 @@ class Throughput:
     tokens_per_s_per_device: float
     tflops_per_device: float | None
     mfu: float | None
+    of_products: float | None = None
+    """The same FLOP/s over what the GPU's own products reached when it started (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class StepMetrics:
     peak_memory_bytes: int
     finished_at: float
     """Unix time, seconds."""
+    power_w: float = 0.0
+    """Mean over the steps, watts; 0 where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +198,20 @@ class Summary:
     """0 to 1: `goodput.Ledger` says of what."""
 
 
-def throughput(facts: RunFacts, tokens: int, seconds: float) -> Throughput:
+def throughput(facts: RunFacts, tokens: int, seconds: float, product_flops: float = 0.0) -> Throughput:
     """Rates for `tokens` in `seconds`; all 0 when no time has passed."""
     tokens_per_s = tokens / seconds if seconds > 0 else 0.0
     per_device = tokens_per_s / facts.devices
     if not facts.log_throughput:
         return Throughput(tokens_per_s, per_device, None, None)
     flops = per_device * facts.flops_per_token
-    return Throughput(tokens_per_s, per_device, flops / 1e12, flops / facts.peak_flops if facts.peak_flops else None)
+    return Throughput(
+        tokens_per_s,
+        per_device,
+        flops / 1e12,
+        flops / facts.peak_flops if facts.peak_flops else None,
+        flops / product_flops if product_flops else None,
+    )
 
 
 def summarise(facts: RunFacts, attempt: int, steps: Sequence[StepRecord]) -> StepMetrics:
@@ -219,7 +229,7 @@ def summarise(facts: RunFacts, attempt: int, steps: Sequence[StepRecord]) -> Ste
         learning_rate=last.learning_rate,
         grad_norm=applied[-1].grad_norm,
         batch_size=facts.global_batch_size,
-        throughput=throughput(facts, tokens, seconds),
+        throughput=throughput(facts, tokens, seconds, last.product_flops),
         step_s=seconds / len(steps),
         eta_s=max(facts.train_steps - last.step, 0) * seconds / len(steps),
         attempt=attempt,
@@ -227,6 +237,7 @@ def summarise(facts: RunFacts, attempt: int, steps: Sequence[StepRecord]) -> Ste
         skipped_steps=sum(step.skipped for step in steps),
         peak_memory_bytes=max(step.peak_memory_bytes for step in steps),
         finished_at=last.finished_at,
+        power_w=sum(step.power_w for step in steps) / len(steps),
     )
 
 

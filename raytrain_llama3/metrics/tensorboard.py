@@ -40,6 +40,8 @@ def scalars(metrics: StepMetrics) -> dict[str, float]:
         "iteration-time": metrics.step_s,
         "throughput": rates.tflops_per_device,
         "mfu": rates.mfu,
+        "share-of-product-rate": rates.of_products,
+        "power-watts": metrics.power_w or None,
         "tokens-per-second": rates.tokens_per_s,
         "tokens-per-second-per-device": rates.tokens_per_s_per_device,
         "mem-max-allocated-bytes": metrics.peak_memory_bytes or None,

@@ -31,6 +31,7 @@ from raytrain_llama3.messages import (
     SaveRecord,
     StepRecord,
 )
+from raytrain_llama3.train.gauge import Gauge
 from raytrain_llama3.train.model import build_model, forget_tables
 from raytrain_llama3.train.optimizer import build_optimizer, build_schedule
 from raytrain_llama3.train.process import Process, reseed
@@ -97,6 +98,7 @@ class TrainingLoop:
         self._replicas = self._replicas_to_compare()
         self._rehearsal: Rehearsal | None = None
         self._profiler = Profiler(plan, process)
+        self._gauge = Gauge(plan, process.device)
         for warning in process.warnings:
             reporter.add(warning)
 
@@ -173,7 +175,8 @@ class TrainingLoop:
         self._schedule.step(increment=self._plan.layout.global_batch_size)
         self._report(outcome, learning_rate, time.perf_counter() - started)
         self._check_finite(outcome)
-        self._profiler.after_step(self._step)
+        for line in self._profiler.after_step(self._step):
+            self._reporter.add(line)
         self._empty_cache(2)
         if self._plan.config.manual_gc and self._step % _GC_INTERVAL_STEPS == 0:
             gc.collect()
@@ -213,6 +216,8 @@ class TrainingLoop:
                     finished_at=time.time(),
                     peak_memory_bytes=torch.cuda.max_memory_allocated() if self._plan.device == "cuda" else 0,
                     skipped=not outcome.applied,
+                    product_flops=self._gauge.product_flops,
+                    power_w=self._gauge.power_w(),
                 )
             )
 

@@ -1,0 +1,191 @@
+"""Llama3-8B's step on this GPU: our command, beside what the chip's own kernels allow and beside two peers.
+
+Each side is a process of its own, one after another, every precision's sides together. Run it as
+`python benchmarks/gpu [--precisions bf16,fp8] [--layers 32] [--micro-batches 8] [--steps 5] [--json FILE]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shape
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+GOALS = {"bf16": (1.02, 1.07), "fp8": (1.05, 1.13)}
+"""Of the plain loop's speed, at least; of the floor of one micro-batch, at most."""
+BATCH = 128
+"""Samples of the step that speeds are told for: one micro-batch and one update measured, the step put together."""
+_WARM_UP = 2
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Seconds of one micro-batch, forward and backward, and of one update of the weights (0: it has none)."""
+
+    micro_batch_s: float
+    update_s: float
+    peak_gib: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a step of `BATCH` samples."""
+        return BATCH * shape.SEQ / (BATCH * self.micro_batch_s + self.update_s)
+
+
+ENVIRONMENT = {
+    "NVTE_NORM_FWD_USE_CUDNN": "1",
+    "NVTE_NORM_BWD_USE_CUDNN": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+"""What someone who knows these libraries starts them with."""
+
+
+def measured(script: str, *flags: str) -> dict[str, Any]:
+    """The JSON line that a script of this folder prints."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *flags], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+        env=os.environ | ENVIRONMENT,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{script} {' '.join(flags)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def plain(precision: str, given: argparse.Namespace) -> Side:
+    """Megatron-core alone."""
+    counts = ["--layers", str(given.layers), "--micro-batches", str(given.micro_batches), "--steps", str(given.steps)]
+    found = measured("plain.py", "--precision", precision, *counts)
+    passes = statistics.median(found["passes_s"][_WARM_UP:]) / given.micro_batches
+    return Side(passes, statistics.median(found["updates_s"][_WARM_UP:]), found["peak_gib"])
+
+
+def compiled(given: argparse.Namespace) -> Side:
+    """PyTorch alone."""
+    found = measured("torch_llama.py", "--layers", str(given.layers), "--micro-batches", str(given.micro_batches))
+    return Side(statistics.median(found["passes_s"]) / given.micro_batches, 0.0, found["peak_gib"])
+
+
+def ours(precision: str, given: argparse.Namespace, update_s: float) -> tuple[Side, dict[str, Any]]:
+    """Our command, from a shell, with Ray. It tells whole steps: the update is taken to last what the peer's lasts."""
+    folder = Path(tempfile.mkdtemp(prefix="rg-"))
+    flags = {
+        "config": REPOSITORY / "configs" / "llama3_8b.toml",
+        "dtype": precision,
+        "num-layers": given.layers,
+        "global-batch-size": given.micro_batches,
+        "train-iters": given.steps,
+        "gpus-per-node": 1,
+        "optimizer-moments-dtype": "bf16",
+        "eval-interval": 0,
+        "save-interval": 0,
+        "save-at-end": 0,
+        "standby-processes": 0,
+        "exp-dir": folder,
+        "exp-name": "run",
+    } | dict(item.split("=", 1) for item in given.flag)
+    argv = [sys.executable, "-m", "raytrain_llama3", *(f"--{name}={value}" for name, value in flags.items())]
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd=folder,
+            env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"our command ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        lines = (folder / "run" / "tensorboard" / "metrics.jsonl").read_text().splitlines()
+        steps = [line for line in map(json.loads, lines) if line["kind"] == "step"][_WARM_UP:]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    step_s = statistics.median(step["step_s"] for step in steps)
+    peak = max(step["peak_memory_bytes"] for step in steps) / 2**30
+    told = {"step_s": [step["step_s"] for step in steps], "console": done.stdout.splitlines()[-14:]}
+    return Side((step_s - update_s) / given.micro_batches, update_s, peak), told
+
+
+def row(name: str, side: Side, floor_s: float, peer: Side) -> str:
+    """A line of the table."""
+    return (
+        f"{name:34s} {1000 * side.micro_batch_s:8.1f} {side.micro_batch_s / floor_s:8.3f} {1000 * side.update_s:8.1f} "
+        f"{side.tokens_per_s:9.0f} {side.tokens_per_s / peer.tokens_per_s:8.3f} {side.peak_gib:7.1f}"
+    )
+
+
+def report(precision: str, given: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """The table of one precision, and everything that it was made of."""
+    ceiling = measured("ceilings.py", "--precision", precision, "--layers", str(given.layers))
+    peer = plain(precision, given)
+    mine, told = ours(precision, given, peer.update_s)
+    # The clock falls as the chip warms: the peer once more, on the other side of ours.
+    again = plain(precision, given)
+    both = Side((peer.micro_batch_s + again.micro_batch_s) / 2, (peer.update_s + again.update_s) / 2, peer.peak_gib)
+    floor_s = ceiling["floor_ms"] / 1000
+    least, most = GOALS[precision]
+    ratio, above = mine.tokens_per_s / both.tokens_per_s, mine.micro_batch_s / floor_s
+    parts = ", ".join(f"{name[:-3].replace('_', ' ')} {ms:.1f}" for name, ms in ceiling.items() if name.endswith("_ms"))
+    moved = 2 * shape.parameters(given.layers) * 10
+    lines = [
+        f"{precision}: {given.layers} layers, steps of {given.micro_batches} micro-batches of {shape.SEQ} tokens",
+        f"{'':34s} {'micro ms':>8s} {'/ floor':>8s} {'update':>8s} {'tokens/s':>9s} {'/ plain':>8s} {'GiB':>7s}",
+        row("ours, under Ray", mine, floor_s, both),
+        row("plain Megatron-core, before", peer, floor_s, both),
+        row("plain Megatron-core, after", again, floor_s, both),
+    ]
+    sides = {"ours": mine, "before": peer, "after": again}
+    if precision == "bf16" and given.torch:
+        sides["torch"] = compiled(given)
+        lines.append(row("plain PyTorch, compiled, no update", sides["torch"], floor_s, both))
+    lines += [
+        f"floor, ms: {parts}",
+        f"update: its bytes at the rate of a copy take {1000 * moved / ceiling['copy_bytes_per_s']:.0f} ms",
+        f"ours / plain {ratio:.3f} (goal {least}: {met(ratio >= least)}); "
+        f"ours / floor {above:.3f} (goal {most}: {met(above <= most)})",
+    ]
+    record = {
+        name: {"micro_batch_s": s.micro_batch_s, "update_s": s.update_s, "tokens_per_s": s.tokens_per_s}
+        for name, s in sides.items()
+    }
+    return lines, {"ceiling": ceiling, "ours_told": told, **record}
+
+
+def met(is_met: bool) -> str:
+    """For a goal."""
+    return "met" if is_met else "missed"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--precisions", default="bf16,fp8", help="with commas between")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a measured step")
+    parser.add_argument("--steps", type=int, default=5, help=f"the first {_WARM_UP} do not count")
+    parser.add_argument("--torch", action="store_true", help="also plain PyTorch")
+    parser.add_argument("--flag", action="append", default=[], help="name=value for our command, may be repeated")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    given = parser.parse_args(argv)
+    written = {}
+    for precision in given.precisions.split(","):
+        lines, written[precision] = report(precision, given)
+        print("\n".join(lines) + "\n", flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(written, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -145,7 +145,7 @@ def _token_in_layer(config: Config, layout: Layout, device: str, again: Sequence
     if "layer" in again:
         return hidden * width
     norms_and_residual = 2 * hidden * width + hidden * of_product
-    attention = (2 * queries + 2 * keys) * (1 if has_fp8_attention(c, layout.cp, None) else width)
+    attention = (2 * queries + 2 * keys) * (1 if c.dtype == "fp8" and c.fp8_attention else width)
     if of_product != width:
         attention += queries * of_product
     if device == "cpu" and not c.recompute_activations and "core_attn" not in again:
@@ -153,13 +153,6 @@ def _token_in_layer(config: Config, layout: Layout, device: str, again: Sequence
         attention += 2 * c.num_attention_heads / layout.tp * c.seq_length * width
     mlp = 0.0 if "mlp" in again else hidden * of_product + 2 * ffn * width + ffn * of_product
     return norms_and_residual + attention + mlp
-
-
-def has_fp8_attention(config: Config, cp: int, capability: float | None) -> bool:
-    """What `fp8_attention` comes to on a GPU of `capability` (None: one that can)."""
-    if config.dtype != "fp8" or config.fp8_attention != "auto":
-        return config.dtype == "fp8" and config.fp8_attention is True
-    return config.fp8_recipe == "delayed" and cp == 1 and (capability is None or capability >= 9.0)
 
 
 def _logits(config: Config, layout: Layout, device: str) -> float:

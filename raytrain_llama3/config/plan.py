@@ -86,7 +86,6 @@ class RunPlan:
     """Exactly what is set in every rank's environment before it imports torch."""
     moments_dtype: Literal["fp32", "bf16"]
     """Format of Adam's moments, where the optimizer knows a choice."""
-    fp8_attention: bool
     peak_flops: float | None
     """Dense peak of one device at this precision, FLOP/s, where the device is known."""
     supply: DeviceSupply

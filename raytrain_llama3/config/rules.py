@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _FP8_CAPABILITY = 8.9
+_FP8_ATTENTION_CAPABILITY = 9.0
+_FP8_ATTENTION_CHANNELS = 128
 
 
 def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> RunPlan:
@@ -68,7 +70,6 @@ def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> R
             loaded.environ, supply.device, supply.device_name, min(threads, 4) if world > 1 else threads
         ),
         moments_dtype=moments_dtype(config, layout, supply),
-        fp8_attention=estimate.has_fp8_attention(config, config.cp_size, supply.capability),
         peak_flops=estimate.peak_flops(supply.device_name, config.dtype),
         supply=supply,
     )
@@ -204,6 +205,8 @@ def _schedule_problems(loaded: Loaded) -> Iterator[str]:
 
 def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
     c = config
+    if c.dtype == "fp8" and c.fp8_attention:
+        yield from _fp8_attention_problems(c, supply)
     if c.offload_modules and supply.device == "cpu":
         yield f"offload_modules {','.join(c.offload_modules)} needs a GPU: on a CPU they are in its memory already"
     if c.dtype == "fp8" and c.fp8_param_gather and c.optimizer_moments_dtype == "bf16":
@@ -225,6 +228,19 @@ def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
         yield (
             f"dtype fp8 needs compute capability {_FP8_CAPABILITY} or more; {supply.device_name} has "
             f"{supply.capability}: use --dtype bf16"
+        )
+
+
+def _fp8_attention_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
+    if config.kv_channels != _FP8_ATTENTION_CHANNELS:
+        yield (
+            f"fp8_attention needs kv_channels {_FP8_ATTENTION_CHANNELS}, not {config.kv_channels}: cuDNN has no kernel "
+            "for others; leave it off"
+        )
+    if supply.capability is not None and supply.capability < _FP8_ATTENTION_CAPABILITY:
+        yield (
+            f"fp8_attention needs compute capability {_FP8_ATTENTION_CAPABILITY} or more; {supply.device_name} has "
+            f"{supply.capability}: leave it off"
         )
 
 

@@ -37,7 +37,7 @@ def model_precision(plan: RunPlan) -> dict[str, Any]:
             "fp8_amax_history_len": config.fp8_amax_history_len,
             "fp8_amax_compute_algo": config.fp8_amax_compute_algo,
             "fp8_param": config.fp8_param_gather,
-            "fp8_dot_product_attention": plan.fp8_attention,
+            "fp8_dot_product_attention": config.fp8_attention,
         }
     return chosen
 

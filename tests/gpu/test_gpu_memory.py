@@ -19,7 +19,7 @@ BASE: dict[str, object] = {
 }
 CONFIGURATIONS: dict[str, dict[str, object]] = {
     "8B, bf16": {"num-layers": 32},
-    "8B, fp8": {"num-layers": 32, "dtype": "fp8"},
+    "8B, fp8": {"num-layers": 32, "dtype": "fp8", "fp8-attention": 1},
     "8B, all computed again": {"num-layers": 32, "recompute-modules": "layer"},
     "16 layers, fp32 moments": {"num-layers": 16, "optimizer-moments-dtype": "fp32"},
     "MLPs computed again": {"num-layers": 12, "recompute-modules": "mlp"},
@@ -31,7 +31,7 @@ CONFIGURATIONS: dict[str, dict[str, object]] = {
         "seq-length": 4096,
     },
     "fp8, tensorwise": {"num-layers": 8, "dtype": "fp8", "fp8-recipe": "tensorwise"},
-    "fp8, bf16 attention": {"num-layers": 8, "dtype": "fp8", "fp8-attention": 0},
+    "fp8, bf16 attention": {"num-layers": 8, "dtype": "fp8"},
     "fp16": {"num-layers": 8, "dtype": "fp16"},
     "no distributed optimizer": {"num-layers": 8, "use-distributed-optimizer": 0},
     "a wide vocabulary": {"num-layers": 2, "vocab-size": 256_000, "hidden-size": 2048, "kv-channels": 64},

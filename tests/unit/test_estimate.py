@@ -70,12 +70,12 @@ def test_a_longer_sequence_costs_more_attention_and_nothing_else() -> None:
     ("argv", "measured"),
     [
         ("", 114.34),
-        ("--dtype fp8", 120.35),
+        ("--dtype fp8 --fp8-attention", 120.35),
         ("--recompute-modules layer --optimizer-moments-dtype fp32", 112.22),
         ("--num-layers 12 --recompute-modules mlp --optimizer-moments-dtype fp32", 57.48),
         ("--num-layers 8 --micro-batch-size 4 --seq-length 4096", 63.03),
         ("--num-layers 8 --dtype fp8 --fp8-recipe tensorwise", 57.56),
-        ("--num-layers 8 --dtype fp8 --fp8-attention 0", 52.61),
+        ("--num-layers 8 --dtype fp8", 52.61),
         ("--num-layers 8 --use-distributed-optimizer 0", 55.69),
     ],
 )

@@ -503,19 +503,21 @@ def test_moments_are_fp32_unless_only_bf16_fits(argv: list[str], supply: DeviceS
 
 
 @pytest.mark.parametrize(
-    ("argv", "supply", "expected"),
+    ("argv", "supply", "line"),
     [
-        (["--dtype", "fp8"], EIGHT_NODES, True),
-        (["--dtype", "fp8", "--fp8-attention", "0"], EIGHT_NODES, False),
-        (["--dtype", "fp8", "--cp-size", "2"], EIGHT_NODES, False),
-        (["--dtype", "fp8", "--fp8-recipe", "tensorwise"], ONE_H200, False),
-        (["--dtype", "fp8", "--fp8-recipe", "tensorwise", "--fp8-attention", "1"], ONE_H200, True),
-        (["--dtype", "fp8"], replace(EIGHT_NODES, device_name="NVIDIA L40S", capability=8.9), False),
-        (["--dtype", "bf16", "--fp8-attention", "1"], EIGHT_NODES, False),
+        (["--kv-channels", "64"], ONE_H200, "fp8_attention needs kv_channels 128, not 64"),
+        (
+            ["--num-layers", "4"],
+            replace(ONE_H200, device_name="NVIDIA L40S", capability=8.9),
+            "fp8_attention needs compute capability 9.0 or more; NVIDIA L40S has 8.9",
+        ),
     ],
 )
-def test_attention_is_in_fp8_where_that_is_sound(argv: list[str], supply: DeviceSupply, expected: bool) -> None:
-    assert planned(argv, supply).fp8_attention is expected
+def test_attention_in_fp8_is_refused_where_there_is_no_kernel(argv: list[str], supply: DeviceSupply, line: str) -> None:
+    (told,) = refused([*argv, "--dtype", "fp8", "--fp8-attention"], supply)
+    assert told.startswith(line)
+    assert planned([*argv, "--dtype", "fp8"], supply)
+    assert planned([*argv, "--dtype", "bf16", "--fp8-attention"], supply)
 
 
 def test_8b_fits_one_h200_with_moments_in_bf16() -> None:

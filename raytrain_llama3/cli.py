@@ -112,15 +112,16 @@ def _supervise(
     from raytrain_llama3 import data, metrics
     from raytrain_llama3.checkpoint.store import CheckpointStore
     from raytrain_llama3.launch import session
+    from raytrain_llama3.launch.checkpoints import starting_point
     from raytrain_llama3.launch.supervisor import Supervisor
     from raytrain_llama3.train.worker import TrainWorker
 
     data.prepare(plan, _say)
     began = time.monotonic()
-    store = CheckpointStore(plan.paths.checkpoints, plan.config.max_checkpoints)
+    store = CheckpointStore(plan.paths.checkpoints, plan.config.max_checkpoints, plan.config.keep_every)
     stack.enter_context(store.lock())
     # Before Ray starts: with only wrecks there, nothing is to be started.
-    store.resume_point()
+    starting_point(store, plan)
     cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size, stop))
     if cluster.dashboard_url:
         _say(f"Ray dashboard: http://{cluster.dashboard_url}")

@@ -127,12 +127,35 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a file was when it was written: its size, and the SHA-256 of its bytes in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """Where a keeper holds one rank's part of a memory checkpoint."""
+
+    rank: int
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class ResumePoint:
     """The complete checkpoint that the driver chose."""
 
     path: str
+    """Its folder; empty for one in memory."""
     step: int
     samples: int
+    weights_only: bool = False
+    """Take the weights alone, and start at step 0."""
+    kept: tuple[KeptPart, ...] = ()
+    """Of a checkpoint in memory: every rank's part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +214,22 @@ class SaveRecord:
     samples: int
     path: str
     seconds: float
+    """From the step's end until the last rank's files were on the disk."""
     sidecar: dict[str, object]
+    files: dict[str, FileFacts] = field(default_factory=dict)
+    wait_s: float | None = None
+    """Of these, what training waited for; None: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailure:
+    """A save that did not come about: its folder holds a part that nobody needs."""
+
+    step: int
+    path: str
+    reason: str
+    in_a_row: int
+    """Saves that failed one after the other, this one among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +257,8 @@ class WorkerReport:
     """Over the steps since the last poll; None where there was none."""
     steps: tuple[StepRecord, ...] = ()
     evals: tuple[EvalRecord, ...] = ()
-    saves: tuple[SaveRecord, ...] = ()
+    saves: tuple[SaveRecord | SaveFailure, ...] = ()
+    """In the order in which they ended."""
     warnings: tuple[str, ...] = ()
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in each phase left so far, by `Phase` value."""

@@ -1,36 +1,36 @@
-"""Weights and optimizer state in Megatron-core's `torch_dist` format, in the form that loads at any layout."""
+"""Weights and optimizer state in Megatron-core's `torch_dist` format, in the form that loads at any layout.
+
+What lies in the files is Megatron's `fully_reshardable` form: its own loader reads it. The writing is ours, because
+Megatron-core 0.19 gathers this form in host memory, and saves it asynchronously by a fork or by collectives.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor
 
-from raytrain_llama3.checkpoint.masters import whole_masters
-from raytrain_llama3.checkpoint.store import clear_partial
+from raytrain_llama3.checkpoint.pieces import (
+    COMMON_KEY,
+    blobs,
+    mine,
+    model_pieces,
+    objects_of,
+    optimizer_pieces,
+)
+from raytrain_llama3.checkpoint.reading import FolderSource, Reader, Source
+from raytrain_llama3.checkpoint.shards import is_divided, make_room, parts_of
+from raytrain_llama3.checkpoint.staging import Files, files_for
 from raytrain_llama3.errors import CheckpointError
 
-_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+_FILES = 2
 _FORM = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -38,109 +38,127 @@ _FORM = {
 }
 
 
-def save(
-    path: Path, step: int, samples: int, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
-    """Write every rank's part into `path`; returns when all ranks' files are there.
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the run had come."""
 
-    The folder is not a checkpoint yet: `checkpoint.store` makes it one by its commit marker. Collective.
+    step: int
+    samples: int
+
+
+def files_of_rank(
+    rank: int,
+    progress: Progress,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+) -> Files:
+    """What this rank saves, by file. The numbers are read when they are written or copied.
+
+    Collective where weights are gathered (`gather_weights`).
     """
-    if dist.get_rank() == 0:
-        clear_partial(path)
-        path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     gather_weights(chunks)
-    with _as_checkpoint_error(path, "cannot be written"):
-        with whole_masters(optimizer):
-            state = _sharded_state(chunks, optimizer, is_loading=False)
-        state["progress"] = {"step": step, "samples": samples}
-        _write_in_this_process()
-        dist_checkpointing.save(
-            state,
-            str(path),
-            FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas()),
-            content_metadata=_FORM,
-            async_strategy="mcore",
-        )
-        dist.barrier()
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    pieces = [*model_pieces(chunks), *optimizer_pieces(chunks, optimizer)]
+    common = {
+        "progress": {"step": progress.step, "samples": progress.samples},
+        "optimizer": _common_state(optimizer),
+        "content_metadata": _FORM,
+    }
+    objects = blobs(chunks, common, is_first_rank=rank == 0)
+    return files_for(rank, mine(pieces, replicas.rank(), replicas.size()), objects, _FILES)
 
 
-def load(path: Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> tuple[int, int]:
-    """Read this rank's part of the checkpoint in `path`, whatever layout saved it.
+def load(source: Path | Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Progress:
+    """Read this rank's part of a checkpoint, whatever layout saved it.
 
-    What the configuration says of the optimizer (learning rates, betas, epsilon) stays; its state is loaded.
-
-    Returns:
-        (step, samples consumed). Raises `CheckpointError` naming the folder when it does not fit the model.
-
+    What the configuration says of the optimizer (learning rates, betas, epsilon) stays; its state is loaded. Extra
+    state (fp8's scales) is taken where there is some. Raises `CheckpointError` naming the checkpoint when it does not
+    fit the model.
     """
-    with _as_checkpoint_error(path, "does not load into this model"):
-        state = _sharded_state(chunks, optimizer, is_loading=True)
-        loaded = dist_checkpointing.load(
-            state, str(path), FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-        )
-        for key, chunk in _named(chunks):
-            chunk.load_state_dict(loaded[key])
-        _keep_settings(loaded["optimizer"], optimizer)
-        with whole_masters(optimizer):
-            optimizer.load_state_dict(loaded["optimizer"])
-        progress = loaded["progress"]
-        return int(progress["step"]), int(progress["samples"])
+    with _as_checkpoint_error(source):
+        reader = Reader(FolderSource(source) if isinstance(source, Path) else source)
+        was_rounded = _load_model(reader, chunks)
+        common: Any = reader.object(COMMON_KEY)
+        _load_optimizer(reader, common["optimizer"], chunks, optimizer)
+        if was_rounded:
+            # Masters made this rank's own shard of the weights whole again; the other ranks' are still rounded here.
+            _spread(chunks, optimizer)
+        return Progress(int(common["progress"]["step"]), int(common["progress"]["samples"]))
 
 
-@contextlib.contextmanager
-def _as_checkpoint_error(path: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
-        free = shutil.disk_usage(path if path.is_dir() else path.parent).free / 2**30
-        reason = f"{type(error).__name__}: {str(error).strip()}"
-        raise CheckpointError(f"{path}: {what}: {reason}; {free:.2f} GiB are free there") from error
+def load_weights(
+    source: Path | Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    """Read the weights alone: optimizer state starts anew, from these weights. Raises as `load` does."""
+    with _as_checkpoint_error(source):
+        _load_model(Reader(FolderSource(source) if isinstance(source, Path) else source), chunks)
+        optimizer.reload_model_params()
 
 
-def gather_weights(chunks: list[DistributedDataParallel]) -> None:
+def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
     """With overlapped gathering a step leaves other ranks' shards of the weights for the next forward pass to fetch."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
-def _keep_settings(state: dict[str, Any], optimizer: MegatronOptimizer) -> None:
-    """Megatron-core tells parameter groups apart by their learning rates: put ours where the checkpoint has its own."""
-    ours = {key: optimizer.param_groups[0][key] for key in _SETTINGS if key in optimizer.param_groups[0]}
-    for part in [state] if "optimizer" in state else state.values():
-        for group in part["optimizer"]["param_groups"]:
-            group.update({key: value for key, value in ours.items() if key in group})
+def _load_model(reader: Reader, chunks: Sequence[DistributedDataParallel]) -> bool:
+    """Whether some weight is kept in fewer bits there than here."""
+    pieces = model_pieces(chunks)
+    reader.fill(piece.target() for piece in pieces)
+    there = reader.keys
+    for module, name, entry in objects_of(chunks):
+        if entry.unique_key in there:
+            module.load_state_dict({name: reader.object(entry.unique_key)}, strict=False)
+    stored = ((piece, reader.dtype(piece.box.key)) for piece in pieces)
+    return any(dtype is not None and dtype.itemsize < piece.box.dtype.itemsize for piece, dtype in stored)
 
 
-def _sharded_state(
-    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool
-) -> dict[str, Any]:
-    # A dictionary of this call's own: Megatron-core would keep the process group of an earlier attempt in it.
-    metadata = {**_FORM, "dp_cp_group": _replicas()}
-    models = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _named(chunks)}
-    model_state = models if len(models) > 1 else models["model"]
-    return {
-        **models,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
+def _load_optimizer(
+    reader: Reader, common: Any, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    parts = parts_of(optimizer)
+    for part in parts:
+        make_room(part)
+    # After the weights: a master that is kept as what a weight lacks puts that weight right too.
+    reader.fill(piece.target() for piece in optimizer_pieces(chunks, optimizer))
+    saved = common["optimizer"]["param_groups"]
+    steps = [group["step"] for group in saved if "step" in group]
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            if steps:
+                group["step"] = max(steps)
+        if getattr(part, "grad_scaler", None) and "grad_scaler" in common:
+            part.grad_scaler.load_state_dict(common["grad_scaler"])
+
+
+def _common_state(optimizer: MegatronOptimizer) -> dict[str, object]:
+    """What all ranks have alike of the optimizer, as Megatron-core's own loader expects it."""
+    part = parts_of(optimizer)[0]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in part.optimizer.param_groups]
+    state: dict[str, object] = {
+        "optimizer": {"param_groups": [_plain(group) for group in groups]},
+        "param_state_sharding_type": "fully_reshardable",
     }
+    if getattr(part, "grad_scaler", None):
+        state["grad_scaler"] = part.grad_scaler.state_dict()
+    return state
 
 
-def _named(chunks: list[DistributedDataParallel]) -> list[tuple[str, Any]]:
-    """Megatron-LM's own names: `model`, or `model0`, `model1`, … with virtual stages."""
-    modules = [unwrap_model(chunk) for chunk in chunks]
-    return [("model" if len(modules) == 1 else f"model{i}", module) for i, module in enumerate(modules)]
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
 
 
-def _replicas() -> Any:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+def _spread(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    if all(is_divided(part) for part in parts_of(optimizer)):
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
-def _write_in_this_process() -> None:
-    """Spare Megatron-core's helper process, whose only work is to pass write results between processes.
-
-    A save that writes in this process's own threads needs no more than a queue; the helper would start by `spawn`,
-    importing torch again.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+@contextlib.contextmanager
+def _as_checkpoint_error(source: Path | Source) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
+        said = error.args[0] if isinstance(error, KeyError) and error.args else str(error).strip()
+        raise CheckpointError(f"{source}: does not load into this model: {type(error).__name__}: {said}") from error

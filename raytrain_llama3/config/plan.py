@@ -57,6 +57,8 @@ class RunPaths:
     tensorboard: Path
     logs: Path
     data_cache: Path
+    load: Path | None = None
+    """Where to start from while `checkpoints` holds nothing."""
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         """Where a rank's output goes in one attempt."""

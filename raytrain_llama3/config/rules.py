@@ -140,7 +140,10 @@ def run_paths(config: Config, base: Path) -> RunPaths:
         tensorboard = config.tensorboard_logs_path or Path("tensorboard_logs") / name
         logs = config.logs_path or Path("logs") / name
     cache = config.data_cache_path or Path(f"benchmark_cache_{name}")
-    return RunPaths(*((base / path.expanduser()).resolve() for path in (checkpoints, tensorboard, logs, cache)))
+    made = ((base / path.expanduser()).resolve() for path in (checkpoints, tensorboard, logs, cache))
+    load = (base / config.load_path.expanduser()).resolve() if config.load_path else None
+    paths = RunPaths(*made)
+    return replace(paths, load=None if load == paths.checkpoints else load)
 
 
 def _problems_anywhere(loaded: Loaded) -> list[str]:
@@ -197,6 +200,8 @@ def _schedule_problems(loaded: Loaded) -> Iterator[str]:
             f"train_iters {c.train_iters} ({origins['train_iters']}) and train_samples {c.train_samples} "
             f"({origins['train_samples']}) both say how long to train: leave one out"
         )
+    if c.load_weights_only and c.load_path is None:
+        yield "load_weights_only needs a load_path that says whose weights"
     if c.train_iters is None and c.train_samples < c.global_batch_size:
         yield f"train_samples {c.train_samples} is less than one step's global_batch_size {c.global_batch_size}"
     if c.enable_profiling and c.profile_step_end <= c.profile_step_start:

@@ -1,28 +1,63 @@
-"""The checkpoints of this run: where it resumes, what it has published, and what it must not leave behind."""
+"""The checkpoints of this run: where it starts, what it has published, and what it must not leave behind."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+from raytrain_llama3.checkpoint.folder import MARKER_NAME, iteration_path
 from raytrain_llama3.checkpoint.store import CheckpointStore
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.errors import CheckpointError, NoSafeStateError
 from raytrain_llama3.launch.history import History
-from raytrain_llama3.messages import ResumePoint, SaveRecord
+from raytrain_llama3.messages import ResumePoint, SaveFailure, SaveRecord
 from raytrain_llama3.metrics import Metrics
+
+
+def starting_point(store: CheckpointStore, plan: RunPlan) -> ResumePoint | None:
+    """The newest complete checkpoint of this run; while it has none, that of `load_path`; None to start at step 0.
+
+    Raises `NoSafeStateError` when there are folders but none is complete, or nothing where `load_path` says.
+    """
+    verify = plan.config.verify_on_load
+    own = store.resume_point(verify=verify)
+    if own is not None or plan.paths.load is None:
+        return own
+    other = _named(plan.paths.load, verify=verify)
+    if other is None:
+        raise NoSafeStateError(f"load_path {plan.paths.load}: there is no checkpoint")
+    return replace(other, step=0, samples=0, weights_only=True) if plan.config.load_weights_only else other
+
+
+def _named(path: Path, *, verify: bool) -> ResumePoint | None:
+    """The newest checkpoint below `path`, or the one that `path` itself is."""
+    if not (path / MARKER_NAME).is_file():
+        return CheckpointStore(path, None).resume_point(verify=verify)
+    store = CheckpointStore(path.parent, None)
+    found = {str(iteration_path(path.parent, step)): step for step in store.complete()}
+    if str(path) not in found:
+        raise NoSafeStateError(f"load_path {path}: the checkpoint is damaged")
+    return store.at(found[str(path)], verify=verify)
 
 
 class RunCheckpoints:
     """A store as one run sees it: what was there before the run is not its own to remove."""
 
-    def __init__(self, store: CheckpointStore, metrics: Metrics, history: History) -> None:
-        self._store, self._metrics, self._history = store, metrics, history
+    def __init__(self, store: CheckpointStore, plan: RunPlan, metrics: Metrics, history: History) -> None:
+        self._store, self._plan, self._metrics, self._history = store, plan, metrics, history
         self._found = {*store.complete(), *store.wrecks()}
         self._published: set[int] = set()
         self.last_save_s: float | None = None
 
     def resume_point(self) -> ResumePoint | None:
         """The newest complete checkpoint. What was damaged after it is set aside, to be saved again."""
-        resume = self._store.resume_point()
-        for path in self._store.set_aside_damaged(resume.step if resume else 0):
-            self._metrics.event(f"{path}: set aside, files are missing that were there when it was published")
-        if resume:
+        resume = starting_point(self._store, self._plan)
+        own = resume and Path(resume.path).parent == self._store.root
+        for path in self._store.set_aside_damaged(resume.step if resume and own else 0):
+            self._metrics.event(f"{path}: set aside, files are missing or not as they were when it was published")
+        if resume and resume.weights_only:
+            self._metrics.event(f"starting from the weights of {resume.path}")
+        elif resume:
             self._metrics.event(f"resuming from {resume.path} (step {resume.step}, {resume.samples} samples)")
         return resume
 
@@ -30,6 +65,13 @@ class RunCheckpoints:
     def are_there(self) -> bool:
         """Whether there is a complete checkpoint."""
         return bool(self._store.complete())
+
+    def take(self, save: SaveRecord | SaveFailure) -> None:
+        """Publish what the ranks have written, or clear away what they could not."""
+        if isinstance(save, SaveFailure):
+            self._failed(save)
+        else:
+            self.publish(save)
 
     def publish(self, save: SaveRecord) -> None:
         """Publish what the ranks have written, which is progress: budgets for faults are whole again."""
@@ -47,3 +89,15 @@ class RunCheckpoints:
         """Saves of this run that were cut off: a first one left behind would keep the next run from step 0."""
         for step in set(self._store.wrecks()) - self._found - self._published:
             self._store.discard(step)
+
+    def _failed(self, save: SaveFailure) -> None:
+        kept = self._store.complete()
+        newest = f"the newest checkpoint is still that of step {kept[-1]}" if kept else "there is no checkpoint yet"
+        self._metrics.event(
+            f"step {save.step} was not saved ({save.in_a_row} in a row, max_failed_saves "
+            f"{self._plan.config.max_failed_saves}): {save.path}: {save.reason}; {newest}, and training goes on"
+        )
+        try:
+            self._store.discard(save.step)
+        except CheckpointError as error:
+            self._metrics.event(f"its part stays: {error}")

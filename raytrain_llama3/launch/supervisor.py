@@ -67,7 +67,7 @@ class Supervisor:
         self._crew = Crew(worker_class, plan, session, self._name)
         self._elastic = Elastic(plan, self._crew)
         self._history = History()
-        self._checkpoints = RunCheckpoints(store, metrics, self._history)
+        self._checkpoints = RunCheckpoints(store, plan, metrics, self._history)
         self._attempts = 0
         self._recovery: report.Recovery | None = None
         self._seconds: dict[str, float] = {}

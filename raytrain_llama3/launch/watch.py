@@ -151,7 +151,7 @@ class Watch:
             for evaluation in rank.evals:
                 self._metrics.evaluation(evaluation)
             for save in rank.saves:
-                self._checkpoints.publish(save)
+                self._checkpoints.take(save)
             for warning in rank.warnings:
                 self._metrics.event(f"rank {rank.rank}: {warning}")
             for warning in self._stragglers.hear(rank.rank, rank.work):

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from megatron.core.utils import get_model_config
 
-from raytrain_llama3 import __version__
 from raytrain_llama3.checkpoint import torch_dist
-from raytrain_llama3.checkpoint.store import differences, iteration_path, read_sidecar
+from raytrain_llama3.checkpoint.folder import differences, iteration_path, read_sidecar
+from raytrain_llama3.checkpoint.torch_dist import Progress
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data import open_sources
 from raytrain_llama3.data.feed import micro_batches
 from raytrain_llama3.data.order import SampleOrder
 from raytrain_llama3.data.source import Tokens, TokenSource
-from raytrain_llama3.errors import NonFiniteError
+from raytrain_llama3.errors import CheckpointError, NonFiniteError
 from raytrain_llama3.messages import (
     EndReason,
     EvalRecord,
@@ -28,7 +28,6 @@ from raytrain_llama3.messages import (
     PlannedFault,
     RankResult,
     ResumePoint,
-    SaveRecord,
     StepRecord,
 )
 from raytrain_llama3.train.gauge import Gauge
@@ -39,6 +38,7 @@ from raytrain_llama3.train.profiler import Profiler
 from raytrain_llama3.train.rehearsal import Rehearsal
 from raytrain_llama3.train.replicas import Replicas
 from raytrain_llama3.train.reporter import Reporter
+from raytrain_llama3.train.saving import open_saves, sidecar_of
 from raytrain_llama3.train.step import StepOutcome, Stepper
 from raytrain_llama3.train.stop import StopRequest, Votes
 
@@ -63,9 +63,10 @@ def train(
         reporter.enter(Phase.MODEL)
         loop = TrainingLoop(plan, process, reporter, stop, versions)
         stack.callback(loop.untie)
+        stack.callback(loop.saves.close)
         if resume is not None:
             reporter.enter(Phase.LOAD)
-            loop.load(Path(resume.path))
+            loop.load(resume)
         reporter.enter(Phase.FIRST_STEP)
         if planned:
             stack.enter_context(loop.rehearsing(planned))
@@ -91,6 +92,7 @@ class TrainingLoop:
         self._step, self._samples = 0, 0
         self._schedule = build_schedule(plan, self._optimizer, 0)
         self._saved_step: int | None = None
+        self._loaded: int | None = None
         self._evaluated_step: int | None = None
         self._nonfinite_steps = 0
         self._agreed = Votes()
@@ -99,6 +101,7 @@ class TrainingLoop:
         self._rehearsal: Rehearsal | None = None
         self._profiler = Profiler(plan, process)
         self._gauge = Gauge(plan, process.device)
+        self.saves = open_saves(plan, process, reporter, stop)
         for warning in process.warnings:
             reporter.add(warning)
 
@@ -111,11 +114,16 @@ class TrainingLoop:
         for chunk in self._chunks:
             get_model_config(chunk).grad_scale_func = None
 
-    def load(self, path: Path) -> None:
-        """Continue from the checkpoint in `path`."""
-        self._step, self._samples = torch_dist.load(path, self._chunks, self._optimizer)
+    def load(self, resume: ResumePoint) -> None:
+        """Continue from a checkpoint, or start from its weights."""
+        path = Path(resume.path)
+        if resume.weights_only:
+            torch_dist.load_weights(path, self._chunks, self._optimizer)
+            return
+        progress = torch_dist.load(path, self._chunks, self._optimizer)
+        self._step, self._samples = progress.step, progress.samples
         self._schedule = build_schedule(self._plan, self._optimizer, self._samples)
-        self._saved_step = self._step
+        self._saved_step = self._loaded = self._step
         self._reporter.at_step(self._step)
         if self._process.rank == 0:
             for line in differences(read_sidecar(path), self._sidecar()):
@@ -145,7 +153,7 @@ class TrainingLoop:
             self._evaluate_if_due(1)
         if self._plan.config.save_at_end and not self._agreed.unsaved:
             self._save_if_due(1)
-        return RankResult(self._process.rank, self._step, self._samples, reason, self._saved_step)
+        return RankResult(self._process.rank, self._step, self._samples, reason, self._settled(reason))
 
     def _is_at_target(self) -> bool:
         """Counted in samples, which lets a run go on with another global batch; or in steps, if they were asked for."""
@@ -274,37 +282,37 @@ class TrainingLoop:
         return True
 
     def _save(self) -> None:
+        """Returns when the weights may change again: saved, or copied to be written while training goes on."""
         self._reporter.enter(Phase.SAVE)
-        started = time.perf_counter()
         path = iteration_path(self._plan.paths.checkpoints, self._step)
         if self._replicas:
             # Also after the update: any replica's copy may be the one that is written.
             torch_dist.gather_weights(self._chunks)
             self._replicas.compare(self._step)
-        torch_dist.save(path, self._step, self._samples, self._chunks, self._optimizer)
+        progress = Progress(self._step, self._samples)
+        files = torch_dist.files_of_rank(self._process.rank, progress, self._chunks, self._optimizer)
+        self.saves.begin(path, self._step, self._samples, files, self._sidecar())
         self._saved_step = self._step
-        if self._process.rank == 0:
-            self._reporter.add(
-                SaveRecord(self._step, self._samples, str(path), time.perf_counter() - started, self._sidecar())
-            )
         self._reporter.enter(Phase.TRAIN)
 
+    def _settled(self, reason: EndReason) -> int | None:
+        """Wait for the save that is under way; the step of the newest one.
+
+        Raises `CheckpointError` when the run has reached its end and that is not saved.
+        """
+        self._reporter.enter(Phase.SAVE)
+        self.saves.settle()
+        saved = self.saves.saved_step
+        if reason is not EndReason.STOP and self._saved_step == self._step and self._step not in (saved, self._loaded):
+            raise CheckpointError(
+                f"step {self._step}, the last one, {self.saves.last_failure}; make room and start the same command "
+                "again: it goes on from the newest checkpoint"
+            )
+        return self._loaded if saved is None else saved
+
     def _sidecar(self) -> dict[str, object]:
-        c, layout = self._plan.config, self._plan.layout
-        return {
-            "raytrain_llama3": __version__,
-            "versions": self._versions,
-            "layout": {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp, "vpp": layout.vpp},
-            "dtype": c.dtype,
-            "vocab_size": c.vocab_size,
-            "padded_vocab_size": self._plan.padded_vocab_size,
-            "tokenizer": c.tokenizer_arg,
-            "tokens": self._samples * c.seq_length,
-            "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
-            "seed": c.seed,
-            "seq_length": c.seq_length,
-            "data_fingerprint": self._sources.train.fingerprint(),
-        }
+        rate, fingerprint = float(self._optimizer.param_groups[0]["lr"]), self._sources.train.fingerprint()
+        return sidecar_of(self._plan, self._versions, self._samples, rate, fingerprint)
 
     def _batches(self, source: TokenSource, order: SampleOrder, first_sample: int) -> Iterator[Tokens]:
         return micro_batches(source, order, first_sample, self._plan.layout, self._process.dp_rank)

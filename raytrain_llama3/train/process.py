@@ -39,6 +39,8 @@ class Process:
     tp_rank: int
     pp_rank: int
     cp_group: dist.ProcessGroup
+    store: dist.Store
+    """Of this attempt's ranks, with a connection of its own: other threads may wait on it."""
     warnings: tuple[str, ...] = ()
 
 
@@ -79,7 +81,9 @@ def open_process(
             device_id=None if plan.device == "cpu" else device,
         )
         _open_model_parallel(plan)
-        yield replace(_describe(spec, device), warnings=warnings)
+        own = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+        saves = dist.PrefixStore(f"{rendezvous.prefix}/saves", own)
+        yield replace(_describe(spec, device, saves), warnings=warnings)
         # Not after an exception: closing is collective, the other ranks may never come, and the process ends anyway.
         close_groups()
 
@@ -155,7 +159,7 @@ def close_groups() -> bool:
     return not any(isinstance(found, DistributedDataParallel) for found in gc.get_objects())
 
 
-def _describe(spec: RankSpec, device: torch.device) -> Process:
+def _describe(spec: RankSpec, device: torch.device, store: dist.Store) -> Process:
     return Process(
         rank=spec.rank,
         world_size=spec.world_size,
@@ -164,6 +168,7 @@ def _describe(spec: RankSpec, device: torch.device) -> Process:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_group=parallel_state.get_context_parallel_group(),
+        store=store,
     )
 
 

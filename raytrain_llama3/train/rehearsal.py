@@ -16,15 +16,17 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
+from raytrain_llama3.checkpoint import distcp
+from raytrain_llama3.checkpoint.writer import WriteJob, WriterProcess
 from raytrain_llama3.messages import FaultKind, PlannedFault
 from raytrain_llama3.train.replicas import bits
 
 _SLOWER = 3
 _FLIPPED_BIT = 5
+_MOMENT_S = 0.05
 
 
 class Rehearsal:
@@ -60,8 +62,8 @@ class Rehearsal:
             case FaultKind.KILL:
                 self._install(mock.patch.object(dist, "all_reduce", _die_in(dist.all_reduce)))
             case FaultKind.KILL_SAVING:
-                write = FileSystemWriterAsync.write_preloaded_data
-                self._install(mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", _die_after(write)))
+                self._install(mock.patch.object(distcp, "write_file", _die_after(distcp.write_file)))
+                self._install(mock.patch.object(WriterProcess, "write", _die_after_asking))
             case FaultKind.KILL_NODE:
                 _kill_raylet()
             case FaultKind.STOP:
@@ -131,6 +133,13 @@ def _die_after(write: Any) -> Any:
         _die()
 
     return write_one
+
+
+def _die_after_asking(writer: WriterProcess, job: WriteJob) -> NoReturn:
+    """Leaves the writer process with a job, to see it end too."""
+    writer.ask(job)
+    time.sleep(_MOMENT_S)
+    _die()
 
 
 def _kill_raylet() -> None:

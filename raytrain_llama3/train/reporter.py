@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from raytrain_llama3.messages import EvalRecord, Phase, SaveRecord, StepRecord, Work, WorkerReport
+from raytrain_llama3.messages import EvalRecord, Phase, SaveFailure, SaveRecord, StepRecord, Work, WorkerReport
 
 
 class Reporter:
@@ -21,7 +21,7 @@ class Reporter:
         self._work: Work | None = None
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
-        self._saves: list[SaveRecord] = []
+        self._saves: list[SaveRecord | SaveFailure] = []
         self._warnings: list[str] = []
         self._seconds: dict[str, float] = {}
 
@@ -62,7 +62,7 @@ class Reporter:
             so_far = self._work or Work(0, 0.0, 0.0)
             self._work = Work(so_far.steps + 1, so_far.own_s + own_s, so_far.step_s + step_s)
 
-    def add(self, record: StepRecord | EvalRecord | SaveRecord | str) -> None:
+    def add(self, record: StepRecord | EvalRecord | SaveRecord | SaveFailure | str) -> None:
         """Queue a record, or a warning as text, for the next poll."""
         with self._lock:
             match record:
@@ -70,7 +70,7 @@ class Reporter:
                     self._steps.append(record)
                 case EvalRecord():
                     self._evals.append(record)
-                case SaveRecord():
+                case SaveRecord() | SaveFailure():
                     self._saves.append(record)
                 case str():
                     self._warnings.append(record)

@@ -23,6 +23,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked, self._unsaved = threading.Event(), threading.Event()
+        self._abandoned = threading.Event()
 
     def ask(self, *, save: bool) -> None:
         """Wish to stop. Once without saving is wished for, a later wish with saving does not undo it."""
@@ -34,6 +35,16 @@ class StopRequest:
         """Forget what was asked of an earlier attempt."""
         self._asked.clear()
         self._unsaved.clear()
+        self._abandoned.clear()
+
+    def abandon(self) -> None:
+        """Another rank was lost: whatever waits for it is to give up."""
+        self._abandoned.set()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether another rank was lost."""
+        return self._abandoned.is_set()
 
     def votes(self, *, late: bool = False) -> Votes:
         """This rank's votes as of now."""

@@ -107,6 +107,7 @@ class TrainWorker:
 
     def let_go(self) -> None:
         """Break the connections to the other ranks, so that a collective that waits for a lost one ends."""
+        self._stop.abandon()
         self._links.sever()
 
     def reset(self) -> bool:

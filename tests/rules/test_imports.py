@@ -17,12 +17,21 @@ def dotted(name: str) -> str:
     return "raytrain_llama3." + name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
+RANKS_SIDE = {
+    f"checkpoint/{name}.py"
+    for name in (
+        *("distcp", "hostbuffer", "huggingface", "masters", "pieces", "reading", "saves", "shards", "staging"),
+        *("torch_dist", "writer"),
+    )
+}
+"""Modules of `checkpoint` that only ranks, their writers, and commands about a checkpoint's content import."""
+
 DRIVERS_SIDE = [
     dotted(module.name)
     for module in modules()
     if module.name != "__init__.py"
     and (module.name in ("train/worker.py", "train/reporter.py") or not module.name.startswith("train/"))
-    and module.name not in ("checkpoint/torch_dist.py", "checkpoint/masters.py")
+    and module.name not in RANKS_SIDE
 ]
 
 

@@ -112,7 +112,10 @@ MEGATRONS_NAMES = {
     "min_learning_rate": ["--min-lr"],
     "tokenizer_arg": ["--tokenizer-model"],
     "data_arg": ["--data-path"],
-    "checkpoint_path": ["--save", "--load"],
+    "checkpoint_path": ["--save"],
+    "load_path": ["--load"],
+    "load_weights_only": ["--finetune"],
+    "verify_on_load": ["--verify"],
     "tensorboard_logs_path": ["--tensorboard-dir"],
     "enable_profiling": ["--profile"],
 }
@@ -218,7 +221,7 @@ def test_a_flag_that_is_like_no_other_gets_no_suggestion() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--save", "a", "--load", "b"], "--save a and --load b set the same option"),
+        (["--lr", "1", "--learning-rate", "2"], "--lr 1 and --learning-rate 2 set the same option"),
         (["--checkpoint-path", "a", "--save", "b"], "--checkpoint-path a and --save b set the same option"),
         (["--save", "a", "b"], "--save a and argument CHECKPOINT_PATH b set the same option"),
         (["--fp16", "--dtype", "bf16"], "--fp16 fp16 and --dtype bf16 set the same option"),
@@ -229,12 +232,16 @@ def test_two_names_of_one_option_must_not_contradict_each_other(argv: list[str],
     assert problems(*argv) == [said]
 
 
-def test_save_and_load_may_name_the_same_folder() -> None:
-    assert given("--save", "a", "--load", "a") == {"checkpoint_path": "a"}
+def test_save_and_load_may_name_two_folders() -> None:
+    assert given("--save", "a", "--load", "b") == {"checkpoint_path": "a", "load_path": "b"}
+
+
+def test_two_names_may_say_the_same() -> None:
+    assert given("--lr", "1", "--learning-rate", "1") == {"learning_rate": "1"}
 
 
 def test_every_mistake_is_told() -> None:
-    lines = problems("--tp-sise", "2", "--save", "a", "--load", "b", "--swiglu", "0", "--dtype")
+    lines = problems("--tp-sise", "2", "--lr", "1", "--learning-rate", "2", "--swiglu", "0", "--dtype")
     assert len(lines) == 4
 
 

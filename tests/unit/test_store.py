@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_llama3.checkpoint.folder import clear_partial, damaged_files, digest, iteration_path
 from raytrain_llama3.checkpoint.lock import read_holder
-from raytrain_llama3.checkpoint.store import CheckpointStore, clear_partial, iteration_path
+from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.errors import CheckpointError, NoSafeStateError
-from raytrain_llama3.messages import ResumePoint, SaveRecord
+from raytrain_llama3.messages import FileFacts, ResumePoint, SaveRecord
 
 DATA_NAMES = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp")
 
@@ -29,11 +30,13 @@ def save(root: Path, step: int) -> SaveRecord:
         (path / name).write_bytes(name.encode() * 100)
     (path / ".metadata").write_bytes(pickle.dumps({f"weight{i}": name for i, name in enumerate(DATA_NAMES)}))
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    return SaveRecord(step, step * 8, str(path), 0.5, {"dtype": "bf16", "layout": {"tp": 2}, "step": "overwritten"})
+    files = {file.name: FileFacts(file.stat().st_size, digest(file)) for file in path.iterdir()}
+    sidecar = {"dtype": "bf16", "layout": {"tp": 2}, "step": "overwritten"}
+    return SaveRecord(step, step * 8, str(path), 0.5, sidecar, files)
 
 
-def publish(root: Path, *steps: int, keep: int | None = None) -> CheckpointStore:
-    store = CheckpointStore(root, keep)
+def publish(root: Path, *steps: int, keep: int | None = None, keep_every: int = 0) -> CheckpointStore:
+    store = CheckpointStore(root, keep, keep_every)
     with store.lock():
         for step in steps:
             store.publish(save(root, step))
@@ -55,13 +58,14 @@ def test_a_published_checkpoint_is_the_resume_point(tmp_path: Path) -> None:
     assert store.resume_point() == ResumePoint(str(tmp_path / "iter_0000020"), 20, 160)
     sidecar = store.sidecar(20)
     assert {k: sidecar[k] for k in ("format", "step", "samples", "dtype", "layout")} == {
-        "format": 1,
+        "format": 2,
         "step": 20,
         "samples": 160,
         "dtype": "bf16",
         "layout": {"tp": 2},
     }
     assert str(sidecar["created"]).endswith("+00:00")
+    assert set(sidecar["files"]) == {*DATA_NAMES, ".metadata", "metadata.json"}
     assert json.loads((tmp_path / "latest.json").read_text()) == {"step": 20, "path": "iter_0000020"}
 
 
@@ -95,7 +99,9 @@ def test_a_damaged_sidecar_makes_a_wreck(tmp_path: Path, content: str) -> None:
     assert store.complete() == [10]
 
 
-@pytest.mark.parametrize("hint", ['{"step": 30, "path": "iter_0000030"}', '{"step": 10, "path": "iter_0000010"}', "{"])
+@pytest.mark.parametrize(
+    "hint", ["", '{"step": 30, "path": "iter_0000030"}', '{"step": 10, "path": "iter_0000010"}', "{"]
+)
 def test_the_hint_is_never_trusted(tmp_path: Path, hint: str) -> None:
     store = publish(tmp_path, 10, 20)
     (tmp_path / "latest.json").write_text(hint)
@@ -125,6 +131,66 @@ def test_retention(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     assert store.complete() == left
     folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert folders == [iteration_path(tmp_path, step).name for step in left]
+
+
+def test_every_so_many_steps_one_is_kept_for_ever(tmp_path: Path) -> None:
+    assert publish(tmp_path, *range(10, 80, 10), keep=2, keep_every=30).complete() == [30, 60, 70]
+
+
+def test_pruning_spares_what_it_did_not_write(tmp_path: Path) -> None:
+    publish(tmp_path / "other", 10)
+    publish(tmp_path / "ours", 20, 30)
+    (tmp_path / "other" / "iter_0000010").rename(tmp_path / "ours" / "iter_0000010")
+    (tmp_path / "ours" / "iter_0000030" / "notes.txt").write_text("the good one")
+    assert publish(tmp_path / "ours", 40, 50, keep=1).complete() == [10, 30, 50]
+
+
+# Wrecks and damage
+
+
+def test_an_empty_shard_makes_a_wreck_and_a_flipped_byte_is_found_by_its_digest(tmp_path: Path) -> None:
+    store = publish(tmp_path, 10, 20, 30)
+    (tmp_path / "iter_0000030" / DATA_NAMES[1]).write_bytes(b"")
+    flip_a_byte(tmp_path / "iter_0000020" / DATA_NAMES[2])
+    assert store.states() == {10: None, 20: None, 30: f"{DATA_NAMES[1]} has 0 of 1200 bytes"}
+    assert damaged_files(tmp_path / "iter_0000010") == []
+    (line,) = damaged_files(tmp_path / "iter_0000020")
+    assert line.startswith(f"{DATA_NAMES[2]} is not as it was written (SHA-256 ")
+    unverified, verified = store.resume_point(), store.resume_point(verify=True)
+    assert unverified is not None
+    assert verified is not None
+    assert (unverified.step, verified.step) == (20, 10)
+    with store.lock():
+        moved = store.set_aside_damaged(10)
+    assert sorted(path.name for path in moved) == ["damaged_iter_0000020", "damaged_iter_0000030"]
+    assert store.complete() == [10]
+
+
+def test_only_damaged_ones_stop_a_run_that_verifies(tmp_path: Path) -> None:
+    store = publish(tmp_path, 10)
+    flip_a_byte(tmp_path / "iter_0000010" / ".metadata")
+    assert store.resume_point() is not None
+    with pytest.raises(NoSafeStateError, match=r"iter_0000010: \.metadata is not as it was written"):
+        store.resume_point(verify=True)
+    with pytest.raises(NoSafeStateError, match=r"\.metadata is not as it was written"):
+        store.at(10, verify=True)
+    with pytest.raises(NoSafeStateError, match="iter_0000020: no COMMITTED"):
+        store.at(20)
+
+
+@pytest.mark.parametrize("files", ["{}", '{"a": 1}', '{"a": {"bytes": 1}}', "null"])
+def test_a_sidecar_that_lists_no_files_makes_a_wreck(tmp_path: Path, files: str) -> None:
+    store = publish(tmp_path, 10)
+    path = tmp_path / "iter_0000010" / "sidecar.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": json.loads(files)}))
+    assert store.states() == {10: "sidecar.json is missing or damaged"}
+    assert damaged_files(path.parent) == ["sidecar.json is missing or damaged, or has no digests"]
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_a_wreck_takes_no_place_of_those_that_are_kept(tmp_path: Path) -> None:

@@ -1,0 +1,215 @@
+"""What this rank writes and reads: boxes of global tensors, from Megatron-core's description of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from raytrain_llama3.checkpoint.distcp import Blob, Box, Item, pack
+from raytrain_llama3.checkpoint.reading import Target
+from raytrain_llama3.checkpoint.shards import Run, State, boxes, is_divided, parts_of, runs_of
+
+_METADATA = {"singleton_local_shards": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box and how to get at its numbers. `read` gives them on any device, in the shape of the box."""
+
+    box: Box
+    read: Callable[[], Tensor]
+    target: Callable[[], Target]
+    is_main: bool
+    """Whether of the tensor- and pipeline-parallel ranks that hold it this one saves it."""
+    is_shared: bool
+    """Whether every data-parallel rank holds it: then one of them is chosen to save it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is saved."""
+        return torch.Size(self.box.sizes).numel() * self.box.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A box of a global tensor that a weight of this rank fills from number `start` of its flattened form on."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+
+
+Entry = Any
+"""A `ShardedTensor` or a `ShardedTensorFactory` of Megatron-core, which has no types."""
+
+
+def entries_of(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each module of the model, without its wrappers, and Megatron-core's description of its state."""
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for chunk in chunks:
+        module = unwrap_model(chunk)
+        # A dictionary of this call's own: Megatron-core would keep the process group of an earlier attempt in it.
+        yield module, module.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": replicas})
+
+
+def model_pieces(chunks: Sequence[DistributedDataParallel]) -> list[Piece]:
+    """The weights of this rank."""
+    return [
+        piece
+        for _, entries in entries_of(chunks)
+        for entry in nested_values(entries)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        for piece in _weight_pieces(entry)
+    ]
+
+
+def optimizer_pieces(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[Piece]:
+    """The optimizer state of this rank."""
+    by_weight: dict[int, Entry] = {}
+    for _, entries in entries_of(chunks):
+        for entry in nested_values(entries):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+                by_weight[id(entry.data)] = entry
+    return [
+        piece
+        for part in parts_of(optimizer)
+        for run in runs_of(part)
+        for piece in _run_pieces(run, by_weight[id(run.weight)], is_shared=not is_divided(part))
+    ]
+
+
+def objects_of(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, str, ShardedObject]]:
+    """Extra state (Transformer Engine's fp8 scales): module, name in its state dictionary, description."""
+    for module, entries in entries_of(chunks):
+        for name, entry in entries.items():
+            if isinstance(entry, ShardedObject):
+                yield module, name, entry
+
+
+def mine(pieces: Sequence[Piece], place: int, places: int) -> list[Piece]:
+    """Those of `pieces` that data-parallel rank `place` of `places` saves; every rank finds the same for all.
+
+    Of those that all of them hold, the largest first, each goes to the one that has least to write.
+    """
+    loads = [0] * places
+    chosen = [piece for piece in pieces if piece.is_main and not piece.is_shared]
+    shared = [piece for piece in pieces if piece.is_main and piece.is_shared]
+    for piece in sorted(shared, key=lambda piece: (-piece.nbytes, piece.box.key, piece.box.offsets)):
+        least = loads.index(min(loads))
+        loads[least] += piece.nbytes
+        if least == place:
+            chosen.append(piece)
+    return chosen
+
+
+def blobs(
+    chunks: Sequence[DistributedDataParallel], common: Mapping[str, object], *, is_first_rank: bool
+) -> list[tuple[Item, bytes]]:
+    """The objects that this rank saves: extra state, and on rank 0 what all ranks have in common."""
+    found: list[tuple[Item, bytes]] = [
+        (Blob(entry.unique_key), pack(entry.data)) for _, _, entry in objects_of(chunks) if _is_zero(entry.replica_id)
+    ]
+    if is_first_rank:
+        found.append((Blob(COMMON_KEY), pack(dict(common))))
+    return found
+
+
+COMMON_KEY = "common_state/shard_0_1"
+"""Megatron-core's key of what all ranks have in common."""
+
+
+def _weight_pieces(entry: Entry) -> Iterator[Piece]:
+    weight = entry.data
+    is_quantized = "dequantize" in type(weight).__dict__
+    plain = weight.dequantize() if is_quantized else weight.detach()
+    flat = plain.reshape(-1) if is_quantized else plain.view(-1)
+    waiting = [0]
+
+    def arrived() -> None:
+        # Quantized anew once all boxes of the weight are there.
+        waiting[0] -= 1
+        if not waiting[0]:
+            with torch.no_grad():
+                weight.copy_(flat.view(weight.shape))
+
+    for slot in _slots(entry):
+        waiting[0] += 1
+        length = torch.Size(slot.shape).numel()
+        axes = len(slot.global_shape) - len(slot.shape)
+        box = Box(slot.key, flat.dtype, slot.global_shape, slot.offsets, (1,) * axes + slot.shape)
+        view = flat[slot.start : slot.start + length].view(box.sizes)
+        done = arrived if is_quantized else None
+        yield Piece(
+            box,
+            read=lambda view=view: view,  # type: ignore[misc]
+            target=lambda box=box, view=view, done=done: Target(box, view, done),  # type: ignore[misc]
+            is_main=_is_zero(_without_replica(entry.replica_id)),
+            is_shared=True,
+        )
+
+
+def _run_pieces(run: Run, entry: Entry, *, is_shared: bool) -> Iterator[Piece]:
+    is_main = _is_zero(_without_replica(entry.replica_id))
+    for slot in _slots(entry):
+        length = torch.Size(slot.shape).numel()
+        start, end = max(run.start, slot.start), min(run.end, slot.start + length)
+        axes = len(slot.global_shape) - len(slot.shape)
+        at = start - run.start
+        for offsets, sizes in boxes(slot.shape, start - slot.start, end - slot.start):
+            where = (*slot.offsets[:axes], *(o + p for o, p in zip(slot.offsets[axes:], offsets, strict=True)))
+            shape, to = (1,) * axes + sizes, at + torch.Size(sizes).numel()
+            for state in run.states:
+                key = f"optimizer.state.{state.name}.{slot.key}"
+                box = Box(key, state.dtype, slot.global_shape, where, shape)
+                yield Piece(box, *_access(state, box, at, to), is_main=is_main, is_shared=is_shared)
+            at = to
+
+
+def _access(state: State, box: Box, start: int, end: int) -> tuple[Callable[[], Tensor], Callable[[], Target]]:
+    def read() -> Tensor:
+        return state.read(start, end).view(box.sizes)
+
+    def target() -> Target:
+        view = state.view(start, end)
+        if view is not None:
+            return Target(box, view.view(box.sizes))
+        arriving = torch.empty(box.sizes, dtype=torch.float32)
+        return Target(box, arriving, lambda: state.write(start, end, arriving.view(-1)))
+
+    return read, target
+
+
+def _slots(entry: Entry) -> Iterator[_Slot]:
+    """Where the numbers of one weight of this rank go: gate and up, one weight here, are two boxes there."""
+    if isinstance(entry, ShardedTensor):
+        yield _slot(replace(entry, data=None), tuple(entry.local_shape), 0)
+        return
+    # Built on numbers that are not there, whose places tell which they would be.
+    ghost = torch.empty(entry.data.shape, device="meta")
+    for built in nested_values(entry.build_fn(entry.key, ghost, 0, None)):
+        yield _slot(built, tuple(built.local_shape), int(built.data.storage_offset()))
+
+
+def _slot(entry: ShardedTensor, shape: tuple[int, ...], start: int) -> _Slot:
+    return _Slot(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), shape, start)
+
+
+def _without_replica(replica_id: Any) -> Any:
+    """Without its last number, which counts data-parallel ranks."""
+    return replica_id[:-1] if isinstance(replica_id, tuple) else ()
+
+
+def _is_zero(replica_id: Any) -> bool:
+    return replica_id == 0 if isinstance(replica_id, int) else all(number == 0 for number in replica_id)

@@ -1,0 +1,58 @@
+"""What a save needs to know of the run: who saves together, and what is written beside the weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from raytrain_llama3 import __version__
+from raytrain_llama3.checkpoint.saves import Company, Saves
+from raytrain_llama3.checkpoint.staging import Staging
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.train.process import Process
+from raytrain_llama3.train.reporter import Reporter
+from raytrain_llama3.train.stop import StopRequest
+
+_SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "rotary_base", "rotary_percent", "normalization", "norm_epsilon", "apply_layernorm_1p", "max_position_embeddings",
+)  # fmt: skip
+"""Options that say which model it is, beside its vocabulary and sequence length."""
+
+
+def open_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest) -> Saves:
+    """The saves of one attempt; asynchronous ones where asked for."""
+    company = Company(process.rank, process.world_size, process.store, lambda: stop.is_abandoned)
+    staging = Staging(on_gpu=plan.device == "cuda") if saves_async(plan) else None
+    return Saves(company, reporter.add, plan.config.max_failed_saves, staging)
+
+
+def saves_async(plan: RunPlan) -> bool:
+    """Whether training goes on while a checkpoint is written."""
+    asked = plan.config.async_save
+    return plan.device == "cuda" if asked == "auto" else asked
+
+
+def sidecar_of(
+    plan: RunPlan, versions: dict[str, str], samples: int, learning_rate: float, fingerprint: str
+) -> dict[str, object]:
+    """What is known of a checkpoint without reading it; plain JSON values."""
+    c, layout = plan.config, plan.layout
+    return {
+        "raytrain_llama3": __version__,
+        "versions": versions,
+        "layout": asdict(layout),
+        "device": plan.device,
+        "dtype": c.dtype,
+        "optimizer_moments_dtype": c.optimizer_moments_dtype,
+        "model": {name: getattr(c, name) for name in _SHAPE},
+        "vocab_size": c.vocab_size,
+        "padded_vocab_size": plan.padded_vocab_size,
+        "tokenizer": c.tokenizer_arg,
+        "tokens": samples * c.seq_length,
+        "learning_rate": learning_rate,
+        "seed": c.seed,
+        "seq_length": c.seq_length,
+        "data_fingerprint": fingerprint,
+        "wall_time": time.time(),
+    }

@@ -30,6 +30,7 @@ _COMMANDS_HELP = f"""commands:
   {PROGRAM} [train] …       train (the default command)
   {PROGRAM} plan …          check the same options and show every value, without training
   {PROGRAM} data …          tokenize text into Arrow shards, or look at some
+  {PROGRAM} checkpoint …    list, verify and show checkpoints; export to and import from Hugging Face
 """
 
 
@@ -228,7 +229,18 @@ def _data(argv: list[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "plan": _plan, "data": _data}
+def _checkpoint(argv: list[str]) -> int:
+    from raytrain_llama3.checkpoint import command
+
+    return command.run(argv, PROGRAM, _say)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "plan": _plan,
+    "data": _data,
+    "checkpoint": _checkpoint,
+}
 
 
 def _wants_help(argv: Sequence[str]) -> bool:

@@ -34,6 +34,9 @@ from raytrain_llama3.messages import FileFacts
 
 METADATA_NAME = ".metadata"
 MEGATRON_NAME = "metadata.json"
+COMMON_KEY = "common_state/shard_0_1"
+"""Megatron-core's key of what all ranks have in common."""
+
 _MEGATRON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 

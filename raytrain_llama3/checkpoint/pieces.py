@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from raytrain_llama3.checkpoint.distcp import Blob, Box, Item, pack
+from raytrain_llama3.checkpoint.distcp import COMMON_KEY, Blob, Box, Item, pack
 from raytrain_llama3.checkpoint.reading import Target
 from raytrain_llama3.checkpoint.shards import Run, State, boxes, is_divided, parts_of, runs_of
 
@@ -124,10 +124,6 @@ def blobs(
     if is_first_rank:
         found.append((Blob(COMMON_KEY), pack(dict(common))))
     return found
-
-
-COMMON_KEY = "common_state/shard_0_1"
-"""Megatron-core's key of what all ranks have in common."""
 
 
 def _weight_pieces(entry: Entry) -> Iterator[Piece]:

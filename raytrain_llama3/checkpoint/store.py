@@ -238,7 +238,9 @@ class CheckpointStore:
             samples, files = sidecar.get("samples"), listed_files(sidecar)
             if sidecar.get("step") != step or not isinstance(samples, int) or files is None:
                 return f"{SIDECAR_NAME} is missing or damaged"
-            return missing_files(path, files) or ResumePoint(str(path), step, samples)
+            return missing_files(path, files) or ResumePoint(
+                str(path), step, samples, weights_only=bool(sidecar.get("weights_only"))
+            )
         except OSError as error:
             return f"cannot be read: {error}"
 

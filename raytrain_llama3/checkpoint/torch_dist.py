@@ -17,8 +17,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from raytrain_llama3.checkpoint.distcp import COMMON_KEY
 from raytrain_llama3.checkpoint.pieces import (
-    COMMON_KEY,
     blobs,
     mine,
     model_pieces,

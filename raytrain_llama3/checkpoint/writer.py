@@ -25,7 +25,12 @@ from raytrain_llama3.checkpoint.distcp import Box, Item, Part, write_files, writ
 from raytrain_llama3.checkpoint.hostbuffer import HostBuffer
 from raytrain_llama3.messages import FileFacts
 
-_MODULE = "raytrain_llama3.checkpoint.writer"
+# Not `-m`: the jobs that arrive are of the module as it is imported.
+_PROGRAM = "from raytrain_llama3.checkpoint.writer import main; main()"
+
+
+_NICE = 5
+"""Training comes first."""
 
 
 class WriterLost(Exception):
@@ -112,7 +117,7 @@ class WriterProcess:
                 return self._connection
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._buffer.descriptor)]
+                command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._buffer.descriptor)]
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._buffer.descriptor)
                 )
@@ -196,9 +201,6 @@ def main() -> None:
     """What the process runs."""
     # A stop of the whole process group is the rank's to heed: what it still saves is wanted.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

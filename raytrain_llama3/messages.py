@@ -98,6 +98,15 @@ class DeviceSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class KeeperAddress:
+    """Where a keeper listens. Only who has the token is answered."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankSpec:
     """Who a rank is in one attempt."""
 
@@ -110,6 +119,8 @@ class RankSpec:
     node_id: str
     node_ip: str
     attempt: int
+    keeper: KeeperAddress | None = None
+    """Who keeps this rank's memory checkpoints."""
 
     @property
     def name(self) -> str:
@@ -139,9 +150,7 @@ class KeptPart:
     """Where a keeper holds one rank's part of a memory checkpoint."""
 
     rank: int
-    host: str
-    port: int
-    token: str
+    keeper: KeeperAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +165,8 @@ class ResumePoint:
     """Take the weights alone, and start at step 0."""
     kept: tuple[KeptPart, ...] = ()
     """Of a checkpoint in memory: every rank's part."""
+    kept_in_attempt: int = 0
+    """Of a checkpoint in memory: the attempt that made it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,16 @@ class HostBuffer:
         self._used = start + nbytes
         return start, self.at(start, nbytes)
 
+    @property
+    def used(self) -> int:
+        """Bytes that were taken."""
+        return self._used
+
+    @property
+    def content(self) -> memoryview:
+        """All that was taken."""
+        return memoryview(self._map or b"")[: self._used]
+
     def at(self, start: int, nbytes: int) -> Tensor:
         """Bytes `start` to `start` + `nbytes`, in a storage of their own that is no copy."""
         assert self._map is not None

@@ -23,6 +23,9 @@ _THREADS = 4
 class Source(Protocol):
     """Where a checkpoint's bytes are."""
 
+    is_raw: bool
+    """Whether tensors lie there as bare numbers, and not as `torch.save` writes them."""
+
     def metadata(self) -> Metadata:
         """The index of all that is there."""
 
@@ -33,8 +36,13 @@ class Source(Protocol):
 class FolderSource:
     """A checkpoint on the disk."""
 
+    is_raw = False
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
 
     def metadata(self) -> Metadata:
         """The index of all that is there."""
@@ -134,14 +142,26 @@ class Reader:
             for item, target in sorted(items, key=lambda pair: storage[pair[0].storage_index].offset):
                 info = storage[item.storage_index]
                 if held[0] != item.storage_index:
-                    whole = torch.load(_view(stream, info), map_location="cpu", weights_only=True)
-                    held = item.storage_index, whole
+                    held = item.storage_index, self._stored(stream, item, info)
                 stored = held[1]
                 assert stored is not None
                 box = stored[_slices(item.storage_offsets, item.lengths)]
                 with torch.no_grad():
                     target.tensor[_slices(item.dest_offsets, item.lengths)].copy_(box)
         return [target for _, target in items]
+
+    def _stored(self, stream: io.IOBase, item: ReadItem, info: Any) -> Tensor:
+        """A whole box as it was saved."""
+        if not self._source.is_raw:
+            found: Tensor = torch.load(_view(stream, info), map_location="cpu", weights_only=True)
+            return found
+        index = item.storage_index
+        entry = self._entry(index.fqn)
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        room = bytearray(info.length)
+        stream.seek(info.offset)
+        stream.readinto(room)  # type: ignore[attr-defined]
+        return torch.frombuffer(room, dtype=entry.properties.dtype).view(sizes)
 
 
 class _View(io.RawIOBase):

@@ -12,20 +12,18 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from raytrain_llama3.checkpoint import distcp
+from raytrain_llama3.checkpoint.destinations import Destination
 from raytrain_llama3.checkpoint.distcp import Part
-from raytrain_llama3.checkpoint.folder import clear_partial
-from raytrain_llama3.checkpoint.pieces import Piece
-from raytrain_llama3.checkpoint.staging import Files, Staging, nbytes_of
-from raytrain_llama3.checkpoint.writer import IndexJob, WriterLost, WriterProcess
+from raytrain_llama3.checkpoint.keeper import Refused
+from raytrain_llama3.checkpoint.staging import Files, nbytes_of
+from raytrain_llama3.checkpoint.writer import WriterLost
 from raytrain_llama3.errors import CheckpointError
 from raytrain_llama3.messages import FileFacts, SaveFailure, SaveRecord
 
@@ -34,7 +32,7 @@ _END_S = 10.0
 _SHOWN = 3
 _GIB = 2**30
 
-_REFUSED = (OSError, MemoryError, WriterLost, CheckpointError, ValueError, RuntimeError)
+_REFUSED = (OSError, MemoryError, WriterLost, Refused, CheckpointError, ValueError, RuntimeError)
 """What may go wrong in a save without being the end of the attempt."""
 
 
@@ -63,32 +61,25 @@ class _Save:
     """Why it failed, on all ranks alike; empty when it did not; None while it is under way."""
     error: BaseException | None = None
     thread: threading.Thread | None = None
-    staged: threading.Event = field(default_factory=threading.Event)
 
 
 class Saves:
-    """Begins saves, and waits for them where it must."""
+    """Begins saves to one destination, and waits for them where it must."""
 
     def __init__(
         self,
         company: Company,
+        destination: Destination,
         report: Callable[[SaveRecord | SaveFailure], None],
-        max_failed: int,
-        staging: Staging | None,
+        max_failed: float,
     ) -> None:
-        self._company, self._report, self._max_failed = company, report, max_failed
-        self._staging = staging
-        self._writer = WriterProcess(staging.buffer) if staging else None
+        self._company, self._destination, self._report, self._max_failed = company, destination, report, max_failed
         self._current: _Save | None = None
         self._number = self._failed = 0
         self._last_failure = ""
+        self._is_closed = False
         self.saved_step: int | None = None
         """Step of the last save that came about."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether training goes on while files are written."""
-        return self._staging is not None
 
     def begin(self, path: Path, step: int, samples: int, files: Files, sidecar: Mapping[str, object]) -> None:
         """Save `files`; returns when the numbers may change again. Waits for the save before this one first.
@@ -98,24 +89,21 @@ class Saves:
         self.settle()
         save = _Save(self._number, path, step, samples, sidecar, time.perf_counter(), nbytes_of(files))
         self._number, self._current = self._number + 1, save
-        if self._staging is None or self._writer is None:
-            self._carry_out(save, lambda: distcp.write_files(path, _numbers(files)), self._index_here)
+        staging = self._destination.staging
+        if staging is None:
+            self._carry_out(save, lambda: self._destination.write(path, files, samples))
             self.settle()
             return
-        writer = self._writer
         try:
-            job = self._staging.stage(path, files)
+            job = staging.stage(path, files)
         except (OSError, MemoryError) as error:
             refused = error
             write: Callable[[], Part] = lambda: _refuse(refused)  # noqa: E731
         else:
-            write = lambda: writer.write(job)  # noqa: E731
+            write = lambda: self._destination.write(path, job, samples)  # noqa: E731
         save.wait_s = time.perf_counter() - save.began
         save.thread = threading.Thread(
-            target=self._carry_out,
-            args=(save, write, lambda folder, parts: writer.write_index(IndexJob(folder, tuple(parts)))),
-            name=f"save of step {step}",
-            daemon=True,
+            target=self._carry_out, args=(save, write), name=f"save of step {step}", daemon=True
         )
         save.thread.start()
 
@@ -145,30 +133,22 @@ class Saves:
 
     def close(self) -> None:
         """Drop what is under way: its part stays without an index, and is no checkpoint."""
-        if self._writer is not None:
-            self._writer.close()
+        self._is_closed = True
+        self._destination.close()
         save, self._current = self._current, None
         if save is not None and save.thread is not None:
             save.thread.join(_END_S)
-        if self._staging is not None:
-            self._staging.close()
+        if self._destination.staging is not None:
+            self._destination.staging.close()
 
-    def _index_here(self, folder: Path, parts: Sequence[Part]) -> dict[str, FileFacts]:
-        return distcp.write_index(folder, parts)
-
-    def _carry_out(
-        self,
-        save: _Save,
-        write: Callable[[], Part],
-        index: Callable[[Path, Sequence[Part]], dict[str, FileFacts]],
-    ) -> None:
+    def _carry_out(self, save: _Save, write: Callable[[], Part]) -> None:
         """All of a save but the copy, on a thread of its own where training goes on meanwhile."""
         try:
             refused = self._opened(save)
             part: Part | str = refused or self._written(save, write)
             self._tell(save, str(self._company.rank), part)
             if self._company.rank == 0:
-                self._tell(save, "outcome", self._concluded(save, index))
+                self._tell(save, "outcome", self._concluded(save))
             save.failure = str(self._hear(save, "outcome"))
         except BaseException as error:  # noqa: BLE001  (raised in the training thread, by `settle`)
             save.error = error
@@ -176,28 +156,27 @@ class Saves:
     def _opened(self, save: _Save) -> str:
         """Have an empty folder, made by rank 0; why there is none, else an empty text."""
         if self._company.rank == 0:
-            self._tell(save, "folder", self._refusal_of(save, lambda: _empty_folder(save.path)))
+            self._tell(save, "folder", self._refusal_of(save, lambda: self._destination.prepare(save.path)))
         return str(self._hear(save, "folder"))
 
     def _written(self, save: _Save, write: Callable[[], Part]) -> Part | str:
         part: list[Part] = []
 
         def attempt() -> None:
-            free = shutil.disk_usage(save.path).free
-            if free < save.nbytes:
+            if self._destination.is_disk and shutil.disk_usage(save.path).free < save.nbytes:
                 raise CheckpointError(f"{save.nbytes / _GIB:.2f} GiB are to be written")
             part.append(write())
 
         return self._refusal_of(save, attempt) or part[0]
 
-    def _concluded(self, save: _Save, index: Callable[[Path, Sequence[Part]], dict[str, FileFacts]]) -> str:
+    def _concluded(self, save: _Save) -> str:
         """On rank 0: wait for every part, write the index, report. Why there is no checkpoint, else an empty text."""
         answers = [self._hear(save, str(rank)) for rank in range(self._company.world_size)]
         refusals = _by_rank(answers)
         files: dict[str, FileFacts] = {}
         if not refusals:
             parts = [answer for answer in answers if isinstance(answer, Part)]
-            refusal = self._refusal_of(save, lambda: files.update(index(save.path, parts)))
+            refusal = self._refusal_of(save, lambda: files.update(self._destination.conclude(save.path, parts)))
             refusals = [refusal] if refusal else []
         for rank in range(self._company.world_size):
             self._company.store.delete_key(_key(save, str(rank)))
@@ -219,7 +198,7 @@ class Saves:
             # torch wraps what a disk says; anything else is no matter of disks.
             if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
                 raise
-            return f"{_in_words(error)}; {_free(save.path)}"
+            return _in_words(error) + (f"; {_free(save.path)}" if self._destination.is_disk else "")
         return ""
 
     def _tell(self, save: _Save, name: str, value: object) -> None:
@@ -229,7 +208,7 @@ class Saves:
         """What was told under `name`, once it is. Raises what a lost connection raises when the attempt is over."""
         key = _key(save, name)
         while not self._company.store.check([key]):
-            if self._company.is_abandoned():
+            if self._is_closed or self._company.is_abandoned():
                 raise dist.DistNetworkError("connection closed by peer: another rank was lost during a save")
             time.sleep(_POLL_S)
         return pickle.loads(zlib.decompress(self._company.store.get(key)))
@@ -237,11 +216,6 @@ class Saves:
 
 def _key(save: _Save, name: str) -> str:
     return f"{save.number}/{name}"
-
-
-def _empty_folder(path: Path) -> None:
-    clear_partial(path)
-    path.mkdir(parents=True)
 
 
 def _refuse(error: BaseException) -> Part:
@@ -255,20 +229,6 @@ def _by_rank(answers: Sequence[object]) -> list[str]:
         if isinstance(answer, str):
             ranks.setdefault(answer, []).append(str(rank))
     return [reason if len(who) == len(answers) else f"rank {', '.join(who)}: {reason}" for reason, who in ranks.items()]
-
-
-def _numbers(files: Files) -> dict[str, Iterable[tuple[distcp.Item, torch.Tensor | bytes]]]:
-    """What is written at once, from where it is, one after the other."""
-    return {name: _row(pieces, blobs) for name, (pieces, blobs) in files.items()}
-
-
-def _row(
-    pieces: Sequence[Piece], blobs: Sequence[tuple[distcp.Item, bytes]]
-) -> Iterator[tuple[distcp.Item, torch.Tensor | bytes]]:
-    yield from blobs
-    for piece in pieces:
-        with torch.no_grad():
-            yield piece.box, distcp.alone(piece.read())
 
 
 def _in_words(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
@@ -25,7 +24,7 @@ from raytrain_llama3.checkpoint.pieces import (
     objects_of,
     optimizer_pieces,
 )
-from raytrain_llama3.checkpoint.reading import FolderSource, Reader, Source
+from raytrain_llama3.checkpoint.reading import Reader, Source
 from raytrain_llama3.checkpoint.shards import is_divided, make_room, parts_of
 from raytrain_llama3.checkpoint.staging import Files, files_for
 from raytrain_llama3.errors import CheckpointError
@@ -68,7 +67,7 @@ def files_of_rank(
     return files_for(rank, mine(pieces, replicas.rank(), replicas.size()), objects, _FILES)
 
 
-def load(source: Path | Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Progress:
+def load(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Progress:
     """Read this rank's part of a checkpoint, whatever layout saved it.
 
     What the configuration says of the optimizer (learning rates, betas, epsilon) stays; its state is loaded. Extra
@@ -76,7 +75,7 @@ def load(source: Path | Source, chunks: Sequence[DistributedDataParallel], optim
     fit the model.
     """
     with _as_checkpoint_error(source):
-        reader = Reader(FolderSource(source) if isinstance(source, Path) else source)
+        reader = Reader(source)
         was_rounded = _load_model(reader, chunks)
         common: Any = reader.object(COMMON_KEY)
         _load_optimizer(reader, common["optimizer"], chunks, optimizer)
@@ -86,12 +85,10 @@ def load(source: Path | Source, chunks: Sequence[DistributedDataParallel], optim
         return Progress(int(common["progress"]["step"]), int(common["progress"]["samples"]))
 
 
-def load_weights(
-    source: Path | Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
+def load_weights(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Read the weights alone: optimizer state starts anew, from these weights. Raises as `load` does."""
     with _as_checkpoint_error(source):
-        _load_model(Reader(FolderSource(source) if isinstance(source, Path) else source), chunks)
+        _load_model(Reader(source), chunks)
         optimizer.reload_model_params()
 
 
@@ -156,7 +153,7 @@ def _spread(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimi
 
 
 @contextlib.contextmanager
-def _as_checkpoint_error(source: Path | Source) -> Iterator[None]:
+def _as_checkpoint_error(source: Source) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:

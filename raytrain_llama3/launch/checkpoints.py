@@ -10,6 +10,7 @@ from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import CheckpointError, NoSafeStateError
 from raytrain_llama3.launch.history import History
+from raytrain_llama3.launch.keepers import Keepers
 from raytrain_llama3.messages import ResumePoint, SaveFailure, SaveRecord
 from raytrain_llama3.metrics import Metrics
 
@@ -43,18 +44,28 @@ def _named(path: Path, *, verify: bool) -> ResumePoint | None:
 class RunCheckpoints:
     """A store as one run sees it: what was there before the run is not its own to remove."""
 
-    def __init__(self, store: CheckpointStore, plan: RunPlan, metrics: Metrics, history: History) -> None:
+    def __init__(
+        self, store: CheckpointStore, plan: RunPlan, metrics: Metrics, history: History, keepers: Keepers
+    ) -> None:
         self._store, self._plan, self._metrics, self._history = store, plan, metrics, history
+        self._keepers = keepers
         self._found = {*store.complete(), *store.wrecks()}
         self._published: set[int] = set()
         self.last_save_s: float | None = None
 
     def resume_point(self) -> ResumePoint | None:
-        """The newest complete checkpoint. What was damaged after it is set aside, to be saved again."""
+        """The newest complete checkpoint, on the disk or in memory.
+
+        What was damaged after that on the disk is set aside, to be saved again.
+        """
         resume = starting_point(self._store, self._plan)
         own = resume and Path(resume.path).parent == self._store.root
         for path in self._store.set_aside_damaged(resume.step if resume and own else 0):
             self._metrics.event(f"{path}: set aside, files are missing or not as they were when it was published")
+        kept = self._keepers.newest()
+        if kept and kept.step > (resume.step if resume else 0):
+            self._metrics.event(f"resuming from memory (step {kept.step}, {kept.samples} samples)")
+            return kept
         if resume and resume.weights_only:
             self._metrics.event(f"starting from the weights of {resume.path}")
         elif resume:
@@ -64,7 +75,7 @@ class RunCheckpoints:
     @property
     def are_there(self) -> bool:
         """Whether there is a complete checkpoint."""
-        return bool(self._store.complete())
+        return bool(self._store.complete()) or self._keepers.newest() is not None
 
     def take(self, save: SaveRecord | SaveFailure) -> None:
         """Publish what the ranks have written, or clear away what they could not."""

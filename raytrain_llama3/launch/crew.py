@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import ClusterFormationError
@@ -66,6 +66,10 @@ class Crew:
     def held(self) -> frozenset[str]:
         """Ids of the nodes that the run holds."""
         return frozenset(self._berths)
+
+    def inside(self, node: str) -> Any:
+        """Ray's scheduling strategy for an actor on a node that the run holds."""
+        return self._berths[node].reservation.inside()
 
     def room(self, barred: Collection[str] = ()) -> dict[str, float]:
         """Devices that each living node could give to this run: those that it holds, and those that are free."""

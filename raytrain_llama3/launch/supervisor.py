@@ -19,6 +19,7 @@ from raytrain_llama3.launch.crew import Crew, RankFailed
 from raytrain_llama3.launch.elastic import Elastic
 from raytrain_llama3.launch.gang import Gang
 from raytrain_llama3.launch.history import History
+from raytrain_llama3.launch.keepers import Keepers
 from raytrain_llama3.launch.session import Session
 from raytrain_llama3.launch.signals import AFTER_ONE, AT_ONCE, NEVER, StopSignal
 from raytrain_llama3.launch.watch import Watch
@@ -67,7 +68,8 @@ class Supervisor:
         self._crew = Crew(worker_class, plan, session, self._name)
         self._elastic = Elastic(plan, self._crew)
         self._history = History()
-        self._checkpoints = RunCheckpoints(store, plan, metrics, self._history)
+        self._keepers = Keepers(self._crew, self._name, is_wanted=plan.config.memory_checkpoint_interval > 0)
+        self._checkpoints = RunCheckpoints(store, plan, metrics, self._history, self._keepers)
         self._attempts = 0
         self._recovery: report.Recovery | None = None
         self._seconds: dict[str, float] = {}
@@ -84,6 +86,7 @@ class Supervisor:
                     return self._ended(outcome)
         finally:
             self._stop.patience = NEVER
+            self._keepers.close()
             self._crew.close()
             self._checkpoints.remove_own_wrecks()
 
@@ -99,7 +102,7 @@ class Supervisor:
                 used = self._crew.muster(plan, self._elastic.barred)
             with self._phase(State.STARTING, "start"):
                 self._metrics.event(self._crew.start_note(used))
-                ranks = Gang(plan, self._crew.man(plan, used, attempt), attempt)
+                ranks = Gang(plan, self._keepers.assign(self._crew.man(plan, used, attempt)), attempt)
             self._seconds["import"] = report.imported_s(ranks.members)
         except RankFailed as lost:
             return self._failed(replace(lost.failure, step=step), 0.0)

@@ -98,7 +98,8 @@ def evaluation_line(record: EvalRecord, facts: RunFacts) -> str:
 
 def saved_line(record: SaveRecord, facts: RunFacts) -> str:
     """The line of one published checkpoint."""
-    return f"{_progress(record.step, facts)} | saved in {record.seconds:.1f} s as {Path(record.path).name}"
+    waited = "" if record.wait_s is None else f" (training waited {seconds(record.wait_s).strip()} s)"
+    return f"{_progress(record.step, facts)} | saved in {record.seconds:.1f} s{waited} as {Path(record.path).name}"
 
 
 def recovery_line(item: Recovered) -> str:

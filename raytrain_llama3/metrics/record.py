@@ -251,4 +251,5 @@ def perplexity(record: EvalRecord) -> float:
 
 def saved_values(record: SaveRecord) -> dict[str, object]:
     """What files keep of a published checkpoint: its sidecar has the rest."""
-    return {"step": record.step, "samples": record.samples, "path": record.path, "seconds": record.seconds}
+    waited = {} if record.wait_s is None else {"wait_s": record.wait_s}
+    return {"step": record.step, "samples": record.samples, "path": record.path, "seconds": record.seconds} | waited

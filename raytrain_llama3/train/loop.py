@@ -14,6 +14,8 @@ from megatron.core.utils import get_model_config
 
 from raytrain_llama3.checkpoint import torch_dist
 from raytrain_llama3.checkpoint.folder import differences, iteration_path, read_sidecar
+from raytrain_llama3.checkpoint.kept import KeptSource
+from raytrain_llama3.checkpoint.reading import FolderSource
 from raytrain_llama3.checkpoint.torch_dist import Progress
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data import open_sources
@@ -38,7 +40,7 @@ from raytrain_llama3.train.profiler import Profiler
 from raytrain_llama3.train.rehearsal import Rehearsal
 from raytrain_llama3.train.replicas import Replicas
 from raytrain_llama3.train.reporter import Reporter
-from raytrain_llama3.train.saving import open_saves, sidecar_of
+from raytrain_llama3.train.saving import open_kept_saves, open_saves, sidecar_of
 from raytrain_llama3.train.step import StepOutcome, Stepper
 from raytrain_llama3.train.stop import StopRequest, Votes
 
@@ -63,7 +65,7 @@ def train(
         reporter.enter(Phase.MODEL)
         loop = TrainingLoop(plan, process, reporter, stop, versions)
         stack.callback(loop.untie)
-        stack.callback(loop.saves.close)
+        stack.callback(loop.close_saves)
         if resume is not None:
             reporter.enter(Phase.LOAD)
             loop.load(resume)
@@ -102,6 +104,7 @@ class TrainingLoop:
         self._profiler = Profiler(plan, process)
         self._gauge = Gauge(plan, process.device)
         self.saves = open_saves(plan, process, reporter, stop)
+        self.kept_saves = open_kept_saves(plan, process, reporter, stop)
         for warning in process.warnings:
             reporter.add(warning)
 
@@ -117,17 +120,26 @@ class TrainingLoop:
     def load(self, resume: ResumePoint) -> None:
         """Continue from a checkpoint, or start from its weights."""
         path = Path(resume.path)
+        source = KeptSource(resume.kept, (resume.kept_in_attempt, resume.step)) if resume.kept else FolderSource(path)
         if resume.weights_only:
-            torch_dist.load_weights(path, self._chunks, self._optimizer)
+            torch_dist.load_weights(source, self._chunks, self._optimizer)
             return
-        progress = torch_dist.load(path, self._chunks, self._optimizer)
+        progress = torch_dist.load(source, self._chunks, self._optimizer)
         self._step, self._samples = progress.step, progress.samples
         self._schedule = build_schedule(self._plan, self._optimizer, self._samples)
-        self._saved_step = self._loaded = self._step
         self._reporter.at_step(self._step)
+        if resume.kept:
+            return
+        self._saved_step = self._loaded = self._step
         if self._process.rank == 0:
             for line in differences(read_sidecar(path), self._sidecar()):
                 self._reporter.add(f"resuming {path.name}: {line}")
+
+    def close_saves(self) -> None:
+        """Drop saves that are under way, if any."""
+        for saves in (self.saves, self.kept_saves):
+            if saves is not None:
+                saves.close()
 
     def rehearsing(self, planned: Sequence[PlannedFault]) -> Rehearsal:
         """Let `planned` strike while `run` is in the block."""
@@ -141,6 +153,7 @@ class TrainingLoop:
         reason = EndReason.TARGET
         while not self._is_at_target():
             self._one_step()
+            self._keep_if_due()
             if not _end_reason(self._agreed):
                 self._evaluate_if_due(self._plan.config.eval_interval)
             if not _end_reason(self._agreed) and self._save_if_due(self._plan.config.save_interval):
@@ -197,7 +210,8 @@ class TrainingLoop:
 
     def _compare_in_step(self, loss_is_finite: bool) -> None:
         """Where it is due; before a step that is saved; and where a flipped bit may be why there is no finite loss."""
-        step, intervals = self._step + 1, (self._plan.config.replica_check_interval, self._plan.config.save_interval)
+        c, step = self._plan.config, self._step + 1
+        intervals = (c.replica_check_interval, c.save_interval, c.memory_checkpoint_interval)
         if self._replicas and (not loss_is_finite or any(i and step % i == 0 for i in intervals)):
             self._replicas.compare(step)
 
@@ -269,6 +283,15 @@ class TrainingLoop:
         self._evaluated_step = self._step
         self._empty_cache(1)
         self._reporter.enter(Phase.TRAIN)
+
+    def _keep_if_due(self) -> None:
+        """Send this step's numbers to the keepers: the copy is all that training waits for."""
+        interval = self._plan.config.memory_checkpoint_interval
+        if self.kept_saves is None or self._step % interval or self._nonfinite_steps:
+            return
+        progress = Progress(self._step, self._samples)
+        files = torch_dist.files_of_rank(self._process.rank, progress, self._chunks, self._optimizer)
+        self.kept_saves.begin(Path(str(self._step)), self._step, self._samples, files, {})
 
     def _save_if_due(self, interval: int) -> bool:
         """Whether it was due and there is now a checkpoint of this step that was not there before."""

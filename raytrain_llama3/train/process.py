@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import HardwareError
-from raytrain_llama3.messages import ProcessFacts, RankSpec, Rendezvous
+from raytrain_llama3.messages import KeeperAddress, ProcessFacts, RankSpec, Rendezvous
 
 _MEMORY_S = 30.0
 _FREE_SHARE = 0.9
@@ -41,6 +41,8 @@ class Process:
     cp_group: dist.ProcessGroup
     store: dist.Store
     """Of this attempt's ranks, with a connection of its own: other threads may wait on it."""
+    attempt: int = 0
+    keeper: KeeperAddress | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -169,6 +171,8 @@ def _describe(spec: RankSpec, device: torch.device, store: dist.Store) -> Proces
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_group=parallel_state.get_context_parallel_group(),
         store=store,
+        attempt=spec.attempt,
+        keeper=spec.keeper,
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 
+import torch.distributed as dist
+
 from raytrain_llama3 import __version__
+from raytrain_llama3.checkpoint.destinations import Direct, ThroughWriter, ToKeeper
 from raytrain_llama3.checkpoint.saves import Company, Saves
-from raytrain_llama3.checkpoint.staging import Staging
 from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.messages import SaveFailure, SaveRecord
 from raytrain_llama3.train.process import Process
 from raytrain_llama3.train.reporter import Reporter
 from raytrain_llama3.train.stop import StopRequest
@@ -22,9 +26,28 @@ _SHAPE = (
 
 def open_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest) -> Saves:
     """The saves of one attempt; asynchronous ones where asked for."""
-    company = Company(process.rank, process.world_size, process.store, lambda: stop.is_abandoned)
-    staging = Staging(on_gpu=plan.device == "cuda") if saves_async(plan) else None
-    return Saves(company, reporter.add, plan.config.max_failed_saves, staging)
+    destination = ThroughWriter(on_gpu=plan.device == "cuda") if saves_async(plan) else Direct()
+    return Saves(_company(process, stop, "disk"), destination, reporter.add, plan.config.max_failed_saves)
+
+
+def open_kept_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest) -> Saves | None:
+    """The memory checkpoints of one attempt, where there are some. However many fail, training goes on."""
+    if process.keeper is None or not plan.config.memory_checkpoint_interval:
+        return None
+    destination = ToKeeper(
+        process.rank, process.world_size, process.attempt, process.keeper, on_gpu=plan.device == "cuda"
+    )
+
+    def report(record: SaveRecord | SaveFailure) -> None:
+        if isinstance(record, SaveFailure):
+            reporter.add(f"step {record.step} was not kept in memory: {record.reason}")
+
+    return Saves(_company(process, stop, "memory"), destination, report, math.inf)
+
+
+def _company(process: Process, stop: StopRequest, name: str) -> Company:
+    store = dist.PrefixStore(name, process.store)
+    return Company(process.rank, process.world_size, store, lambda: stop.is_abandoned)
 
 
 def saves_async(plan: RunPlan) -> bool:

@@ -119,8 +119,8 @@ class RankSpec:
     node_id: str
     node_ip: str
     attempt: int
-    keeper: KeeperAddress | None = None
-    """Who keeps this rank's memory checkpoints."""
+    keepers: tuple[KeeperAddress, ...] = ()
+    """Who keeps this rank's memory checkpoints: each of them all of its part."""
 
     @property
     def name(self) -> str:

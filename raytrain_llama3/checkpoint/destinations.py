@@ -88,15 +88,17 @@ class ThroughWriter(Direct):
         self.writer.close()
 
 
-class ToKeeper:
-    """Sent to a keeper from a copy in host memory; nothing is written."""
+class ToKeepers:
+    """Sent to keepers, all of it to each, from a copy in host memory; nothing is written."""
 
     is_disk = False
 
-    def __init__(self, rank: int, world_size: int, attempt: int, address: KeeperAddress, *, on_gpu: bool) -> None:
+    def __init__(
+        self, rank: int, world_size: int, attempt: int, keepers: Sequence[KeeperAddress], *, on_gpu: bool
+    ) -> None:
         self._rank, self._world_size, self._attempt = rank, world_size, attempt
-        self._address = address
-        self._link: KeeperLink | None = None
+        self._keepers = tuple(keepers)
+        self._links: list[KeeperLink] = []
         self.staging: Staging | None = Staging(on_gpu=on_gpu)
 
     def prepare(self, path: Path) -> None:
@@ -116,9 +118,10 @@ class ToKeeper:
                     blobs += item[1]
         content = [self.staging.buffer.content, memoryview(blobs)]
         key = self._attempt, int(path.name)
-        if self._link is None:
-            self._link = KeeperLink(self._address.host, self._address.port, self._address.token)
-        self._link.put(self._rank, key, self._world_size, samples, pickle.dumps(places), content)
+        if not self._links:
+            self._links = [KeeperLink(k.host, k.port, k.token) for k in self._keepers]
+        for link in self._links:
+            link.put(self._rank, key, self._world_size, samples, pickle.dumps(places), content)
         return Part((), {})
 
     def conclude(self, path: Path, parts: Sequence[Part]) -> dict[str, FileFacts]:
@@ -127,8 +130,8 @@ class ToKeeper:
 
     def close(self) -> None:
         """Hang up."""
-        if self._link is not None:
-            self._link.close()
+        for link in self._links:
+            link.close()
 
 
 def _row(pieces: Sequence[Piece], blobs: Iterable[tuple[Item, bytes]]) -> Iterator[tuple[Item, Tensor | bytes]]:

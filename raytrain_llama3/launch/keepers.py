@@ -1,4 +1,4 @@
-"""Keepers of memory checkpoints: one on each node in use, holding the parts of the node before it."""
+"""Keepers of memory checkpoints: one on each node in use, holding its own ranks' parts and the node's before it."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ class Keepers:
         self._posts: dict[str, _Post] = {}
 
     def assign(self, members: Sequence[Member]) -> list[Member]:
-        """Tell each rank who keeps its parts: the keeper of the next node in use, of its own where there is one node.
+        """Tell each rank who keeps its parts: the keepers of its own node and of the next one in use.
 
-        Keepers that are missing are started; where one does not start, its ranks do without.
+        Two, because the node that is lost takes with it what it kept, its own ranks' parts and others'. Keepers that
+        are missing are started; where one does not start, there are no memory checkpoints in this attempt.
         """
         if not self._is_wanted:
             return list(members)
         nodes = list(dict.fromkeys(m.spec.node_id for m in members))
         self._start({m.spec.node_id: m.spec.node_ip for m in members})
-        following = dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-        posts = [self._posts.get(following[m.spec.node_id]) for m in members]
-        if None in posts:
+        if any(node not in self._posts for node in nodes):
             # A set that lacks a part is worth nothing.
             return list(members)
-        return [
-            Member(replace(member.spec, keeper=post.address), member.process)
-            for member, post in zip(members, posts, strict=True)
-            if post is not None
-        ]
+        following = dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+        manned = []
+        for member in members:
+            own = member.spec.node_id
+            keepers = tuple(self._posts[node].address for node in dict.fromkeys((own, following[own])))
+            manned.append(Member(replace(member.spec, keepers=keepers), member.process))
+        return manned
 
     def newest(self) -> ResumePoint | None:
         """The newest checkpoint of which every rank's part is held by a keeper that answers."""

@@ -42,7 +42,7 @@ class Process:
     store: dist.Store
     """Of this attempt's ranks, with a connection of its own: other threads may wait on it."""
     attempt: int = 0
-    keeper: KeeperAddress | None = None
+    keepers: tuple[KeeperAddress, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -172,7 +172,7 @@ def _describe(spec: RankSpec, device: torch.device, store: dist.Store) -> Proces
         cp_group=parallel_state.get_context_parallel_group(),
         store=store,
         attempt=spec.attempt,
-        keeper=spec.keeper,
+        keepers=spec.keepers,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from raytrain_llama3 import __version__
-from raytrain_llama3.checkpoint.destinations import Direct, ThroughWriter, ToKeeper
+from raytrain_llama3.checkpoint.destinations import Direct, ThroughWriter, ToKeepers
 from raytrain_llama3.checkpoint.saves import Company, Saves
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import SaveFailure, SaveRecord
@@ -32,10 +32,10 @@ def open_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRe
 
 def open_kept_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest) -> Saves | None:
     """The memory checkpoints of one attempt, where there are some. However many fail, training goes on."""
-    if process.keeper is None or not plan.config.memory_checkpoint_interval:
+    if not process.keepers or not plan.config.memory_checkpoint_interval:
         return None
-    destination = ToKeeper(
-        process.rank, process.world_size, process.attempt, process.keeper, on_gpu=plan.device == "cuda"
+    destination = ToKeepers(
+        process.rank, process.world_size, process.attempt, process.keepers, on_gpu=plan.device == "cuda"
     )
 
     def report(record: SaveRecord | SaveFailure) -> None:

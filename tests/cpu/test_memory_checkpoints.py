@@ -1,0 +1,62 @@
+"""Checkpoints in other nodes' memory: a fault goes on from there where the disk's is older."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from curves import assert_alike, assert_trained_again_alike, curve
+from nodes import CPUS, Nodes
+from sandbox import FOUR, Sandbox, events
+
+TWO_NODES = (*FOUR, "--num-nodes", "2", "--gpus-per-node", str(CPUS), "--micro-batch-size", "4")
+ENDLESS = (*TWO_NODES, "--train-iters", "100000", "--save-interval", "20", "--memory-checkpoint-interval", "3")
+REFERENCE_STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    nodes.have(2)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that nothing befell, on one node."""
+    sandbox = Sandbox(tmp_path_factory.mktemp("reference"))
+    flags = ("--micro-batch-size", "4", "--save-interval", "0", "--save-at-end", "0")
+    try:
+        command = sandbox.run(*FOUR, *flags, "--train-iters", str(REFERENCE_STEPS))
+        assert command.process.returncode == 0, command.output
+    finally:
+        sandbox.close()
+    return curve(sandbox.work / "tensorboard_logs" / "demo")
+
+
+def test_a_lost_rank_and_a_lost_node_cost_no_more_than_the_interval(
+    sandbox: Sandbox, nodes: Nodes, reference: list[float]
+) -> None:
+    board = sandbox.work / "tensorboard_logs" / "demo"
+    plan = "0:1:11:kill,1:2:17:kill_node,2:0:44:exception"
+    flags = ("--rehearse-faults", plan, "--node-rejoin-timeout-s", "60")
+    command = sandbox.start(*ENDLESS, *flags, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+    command.wait_for(r"resuming from memory \(step 9, 144 samples\)")
+    command.wait_for(r"node \S+ is gone")
+    nodes.add()
+    command.wait_for(r"step .* attempt 3$")
+    command.signal(signal.SIGTERM)
+    assert command.wait() == 143, command.output
+    resumed = [attempt["resume_step"] for attempt in events(board, "attempt")]
+    assert resumed[0] == 0
+    # Of the node that was lost the other one had every part. Steps that were on their way may be lost with it.
+    assert resumed[1] == 9
+    assert resumed[2] in (12, 15)
+    # 40 is on the disk, 42 in memory.
+    assert resumed[3] in (40, 42)
+    assert_trained_again_alike(board)
+    assert_alike(curve(board), reference)
+    assert sandbox.leftovers() == []
+    assert nodes.ranks() == []

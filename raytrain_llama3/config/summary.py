@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raytrain_llama3.config import estimate, flags, rules
+from raytrain_llama3.config.host_memory import host_bytes
 from raytrain_llama3.config.load import Loaded
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 
@@ -17,6 +18,7 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
     if layout.sequence_parallel:
         parts += ", sequence parallel"
     memory = estimate.memory(c, layout, plan.device).total
+    host = host_bytes(c, layout, plan.device, nodes)
     rows = {
         "model": (
             f"{_count(estimate.parameters(c))} parameters: {c.num_layers} layers, hidden {c.hidden_size}, "
@@ -34,7 +36,8 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
             f"{c.lr_decay_style}, warm-up {plan.warmup_samples} of {plan.decay_samples} samples"
         ),
         "data": _data(plan),
-        "memory": f"about {_bytes(memory)} a device, estimated",
+        "memory": f"about {_bytes(memory)} a device, estimated"
+        + (f"; {_bytes(host)} of the node's for each rank, for checkpoints" if host else ""),
         "checkpoints": str(plan.paths.checkpoints),
         "tensorboard": str(plan.paths.tensorboard),
         "rank logs": str(plan.paths.logs),

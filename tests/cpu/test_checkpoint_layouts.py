@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from checkpoints import assert_same_numbers
 from training import Workers, plan, spec
 
+from raytrain_llama3.checkpoint.distcp import read_metadata
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.messages import RankSpec, Rendezvous, ResumePoint, SaveRecord
+from raytrain_llama3.messages import ProcessFacts, RankSpec, Rendezvous, ResumePoint, SaveRecord
 from raytrain_llama3.train.worker import TrainWorker
 
 LAYOUTS = {
@@ -133,12 +136,75 @@ def test_every_checkpoint_loads_here(
     shutil.rmtree(tmp_path)
 
 
-def test_megatrons_own_loader_reads_what_we_write(saved: dict[str, ResumePoint]) -> None:
-    from megatron.core import dist_checkpointing
+def test_megatrons_own_loader_reads_what_we_write(saved: dict[str, ResumePoint], tmp_path: Path) -> None:
+    """In this process: Megatron-core's `fully_reshardable` state and its `load`, and then ours, of one checkpoint."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.utils import unwrap_model
 
-    folder = saved["tp2-dp2-sp"].path
-    there = dist_checkpointing.load_tensors_metadata(folder)
-    assert there["decoder.layers.mlp.linear_fc1.weight"].global_shape == (4, 352, 64)
-    common = dist_checkpointing.load_common_state_dict(folder)
-    assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
-    assert {group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]} == {SAVED_AT}
+    from raytrain_llama3.checkpoint import torch_dist
+    from raytrain_llama3.checkpoint.pieces import model_pieces, optimizer_pieces
+    from raytrain_llama3.checkpoint.reading import FolderSource
+    from raytrain_llama3.train.model import build_model
+    from raytrain_llama3.train.optimizer import build_optimizer
+    from raytrain_llama3.train.process import host_store, open_process
+
+    def held(chunks: Any, optimizer: Any) -> dict[Any, torch.Tensor]:
+        pieces = [*model_pieces(chunks), *optimizer_pieces(chunks, optimizer)]
+        return {(piece.box.key, piece.box.offsets): piece.read().clone() for piece in pieces}
+
+    run_plan, path = planned(tmp_path, "dp1", SAVED_AT), saved["tp2-dp2-sp"].path
+    store, facts = host_store("127.0.0.1", 0, 1), ProcessFacts(0, "here", {}, 0.0, 0.0)
+    rendezvous = Rendezvous("127.0.0.1", store.port, "megatron")
+    with open_process(run_plan, spec(0, 1), rendezvous, facts, store) as process:
+        chunks = build_model(run_plan, process)
+        optimizer = build_optimizer(run_plan, chunks)
+        torch_dist.load(FolderSource(Path(path)), chunks, optimizer)
+        ours = held(chunks, optimizer)
+        chunks = build_model(run_plan, process)
+        optimizer = build_optimizer(run_plan, chunks)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        form = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+        form |= {"singleton_local_shards": False, "dp_cp_group": group}
+        module = unwrap_model(chunks[0])
+        model = module.sharded_state_dict(metadata=form)
+        state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=form)}
+        loaded = dist_checkpointing.load(state, path)
+        module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        theirs = held(chunks, optimizer)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    assert {group["step"] for group in optimizer.param_groups} == {SAVED_AT}
+    assert loaded["progress"]["step"] == SAVED_AT
+
+
+def test_extra_state_may_differ_and_nothing_else(saved: dict[str, ResumePoint], tmp_path: Path) -> None:
+    """As between bf16 and fp8: keys of extra state that are not there are no matter; a weight that is not there is."""
+    from raytrain_llama3.checkpoint import torch_dist
+    from raytrain_llama3.checkpoint.reading import FolderSource
+    from raytrain_llama3.errors import CheckpointError
+    from raytrain_llama3.train.model import build_model
+    from raytrain_llama3.train.optimizer import build_optimizer
+    from raytrain_llama3.train.process import host_store, open_process
+
+    run_plan = planned(tmp_path, "dp1", SAVED_AT)
+    store, facts = host_store("127.0.0.1", 0, 1), ProcessFacts(0, "here", {}, 0.0, 0.0)
+    rendezvous = Rendezvous("127.0.0.1", store.port, "extra")
+    with open_process(run_plan, spec(0, 1), rendezvous, facts, store) as process:
+        chunks = build_model(run_plan, process)
+        optimizer = build_optimizer(run_plan, chunks)
+        source = Path(saved["dp1"].path)
+        torch_dist.load(FolderSource(without(source, tmp_path / "a", "_extra_state")), chunks, optimizer)
+        lacking = without(source, tmp_path / "b", "output_layer.weight")
+        with pytest.raises(CheckpointError, match=r"b: does not load .*output_layer.weight is not in the checkpoint"):
+            torch_dist.load(FolderSource(lacking), chunks, optimizer)
+
+
+def without(source: Path, copy: Path, word: str) -> Path:
+    """A copy of a checkpoint whose index lacks the keys that contain `word`."""
+    shutil.copytree(source, copy)
+    metadata = read_metadata(copy)
+    metadata.state_dict_metadata = {k: v for k, v in metadata.state_dict_metadata.items() if word not in k}
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if word not in k.fqn}
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    return copy

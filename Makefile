@@ -24,10 +24,11 @@ lint: .venv/.ready  ## style, types, layers
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-benchmarks: .venv/.ready  ## measure start-up, step overhead and recovery beside their peers
+benchmarks: .venv/.ready  ## measure start-up, step overhead, recovery and checkpoints beside their peers
 	$(RUN) benchmarks/startup.py
 	$(RUN) benchmarks/step_overhead.py
 	$(RUN) benchmarks/recovery.py
+	$(RUN) benchmarks/checkpoint.py
 
 lock: $(UV)  ## choose exact versions anew
 	$(UV) pip compile -q pyproject.toml --extra dev --extra demo --extra hf --universal \

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _GENERATIONS = 2
-_LENGTH = struct.Struct("!Q")
+_LENGTH = "!Q"
 _PIECE_BYTES = 1 << 22
 _TIMEOUT_S = 60.0
 
@@ -164,14 +164,14 @@ class KeeperLink:
 
 
 def _send_block(connection: socket.socket, block: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(block)))
+    connection.sendall(struct.pack(_LENGTH, len(block)))
     connection.sendall(block)
 
 
 def _receive_block(connection: socket.socket, limit: int | None = None) -> bytes:
-    header = bytearray(_LENGTH.size)
+    header = bytearray(struct.calcsize(_LENGTH))
     _receive_into(connection, memoryview(header))
-    (length,) = _LENGTH.unpack(header)
+    (length,) = struct.unpack(_LENGTH, header)
     if limit is not None and length > limit:
         raise ValueError(f"a request of {length} bytes")
     block = bytearray(length)

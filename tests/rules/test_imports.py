@@ -20,8 +20,8 @@ def dotted(name: str) -> str:
 RANKS_SIDE = {
     f"checkpoint/{name}.py"
     for name in (
-        *("distcp", "hostbuffer", "huggingface", "masters", "pieces", "reading", "saves", "shards", "staging"),
-        *("torch_dist", "writer"),
+        *("destinations", "distcp", "hostbuffer", "huggingface", "kept", "masters", "pieces", "reading", "saves"),
+        *("shards", "staging", "torch_dist", "writer"),
     )
 }
 """Modules of `checkpoint` that only ranks, their writers, and commands about a checkpoint's content import."""

@@ -11,7 +11,7 @@ from nodes import CPUS, Nodes
 from sandbox import FOUR, Sandbox, events
 
 TWO_NODES = (*FOUR, "--num-nodes", "2", "--gpus-per-node", str(CPUS), "--micro-batch-size", "4")
-ENDLESS = (*TWO_NODES, "--train-iters", "100000", "--save-interval", "20", "--memory-checkpoint-interval", "3")
+ENDLESS = (*TWO_NODES, "--train-iters", "100000", "--save-interval", "40", "--memory-checkpoint-interval", "3")
 REFERENCE_STEPS = 60
 
 
@@ -51,10 +51,12 @@ def test_a_lost_rank_and_a_lost_node_cost_no_more_than_the_interval(
     assert command.wait() == 143, command.output
     resumed = [attempt["resume_step"] for attempt in events(board, "attempt")]
     assert resumed[0] == 0
-    # Of the node that was lost the other one had every part. Steps that were on their way may be lost with it.
     assert resumed[1] == 9
-    assert resumed[2] in (12, 15)
-    # 40 is on the disk, 42 in memory.
+    # Of the node that was lost the other one had every part. Ranks may train on for a while without their raylet.
+    assert resumed[2] % 3 == 0
+    assert 12 <= resumed[2] < 40
+    assert f"resuming from memory (step {resumed[2]}, " in command.output
+    # 40 is on the disk; 42 in memory, or on its way there.
     assert resumed[3] in (40, 42)
     assert_trained_again_alike(board)
     assert_alike(curve(board), reference)

@@ -2,29 +2,20 @@
 
 The option `tp_size` is the flag `--tp-size`, the variable `TP_SIZE` and the TOML key `tp_size`. A field's docstring
 is its help; `aliases` are Megatron-LM's names for the same thing. The classes are the groups shown by `--help`;
-`Config` is all of them together. "The script" is the tutorial's train_llama3_8b_dynamic.sh, whose defaults are
-kept unless the help says why not.
+`Config` is all of them together (those about checkpoints are in `schema_checkpoints`). "The script" is the tutorial's
+train_llama3_8b_dynamic.sh, whose defaults are kept unless the help says why not.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from raytrain_llama3.config.schema_base import Options, option
+from raytrain_llama3.config.schema_checkpoints import Checkpoints
 from raytrain_llama3.config.values import Auto, Fraction, Offload, Ranks, Recompute, Rehearsal, Split
-
-
-def option(default: Any, *aliases: str, **constraints: Any) -> Any:
-    """A field with Megatron-LM's flag names for it, e.g. `"--tensor-model-parallel-size"`."""
-    return Field(default, json_schema_extra={"aliases": list(aliases)}, validate_default=True, **constraints)
-
-
-class Options(BaseModel):
-    """What all groups share: values never change, and a name that is not an option is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class Hardware(Options):
@@ -211,45 +202,6 @@ class Data(Options):
     """Accepted for the script's sake: the causal mask is always the kernel's own."""
     no_mmap_bin_files: bool = True
     """Accepted for the script's sake: it speaks of Megatron-LM's .bin files."""
-
-
-class Checkpoints(Options):
-    """Saving, and where things go."""
-
-    exp_name: str = "llama3-8b-training"
-    """Name of the run (the script's names say fp8 while it trains bf16)."""
-    exp_dir: Path = Path("./experiments")
-    """Parent of experiment folders."""
-    use_exp_structure: bool = False
-    """Put everything into EXP_DIR/EXP_NAME/{checkpoints,tensorboard,logs}, over explicit paths."""
-    checkpoint_path: Path | None = option(None, "--save")
-    """Folder of checkpoints, saved to and resumed from; unset: checkpoints/EXP_NAME."""
-    load_path: Path | None = option(None, "--load")
-    """Folder of checkpoints to start from as long as checkpoint_path holds none; unset: only checkpoint_path counts."""
-    load_weights_only: bool = option(False, "--finetune")
-    """Take only the weights from load_path: step 0, first sample, new optimizer state."""
-    verify_on_load: bool = option(False, "--verify")
-    """Compare a checkpoint's files with their digests before it is loaded; one that differs counts as incomplete."""
-    tensorboard_logs_path: Path | None = option(None, "--tensorboard-dir")
-    """Folder of TensorBoard and JSONL files; unset: tensorboard_logs/EXP_NAME."""
-    logs_path: Path | None = None
-    """Folder of a log file per rank and attempt; unset: logs/EXP_NAME."""
-    save_interval: NonNegativeInt = 1000
-    """Steps between checkpoints; 0: only at the end."""
-    save_at_end: bool = True
-    """Save when training ends, for whatever reason; with save_interval 0 and this off nothing is ever saved."""
-    max_checkpoints: NonNegativeInt = 5
-    """Complete checkpoints to keep; 0: all."""
-    keep_every: NonNegativeInt = 0
-    """Keep those whose step divides by this for ever, over and above max_checkpoints; 0: none."""
-    async_save: Auto | bool = "auto"
-    """Write checkpoints while training goes on, from a copy in host memory; auto: on GPUs."""
-    max_failed_saves: NonNegativeInt = 3
-    """Saves in a row that may fail (full disk, lost writer) before the run stops (exit 3)."""
-    memory_checkpoint_interval: NonNegativeInt = 0
-    """Steps between checkpoints kept in the memory of another node, to lose less to a fault; 0: none."""
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """Megatron-core's distributed format, which loads at any layout."""
 
 
 class Watching(Options):

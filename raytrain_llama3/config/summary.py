@@ -18,7 +18,7 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
     if layout.sequence_parallel:
         parts += ", sequence parallel"
     memory = estimate.memory(c, layout, plan.device).total
-    host = host_bytes(c, layout, plan.device, nodes)
+    host = host_bytes(c, layout, plan.device, plan.moments_dtype, nodes)
     rows = {
         "model": (
             f"{_count(estimate.parameters(c))} parameters: {c.num_layers} layers, hidden {c.hidden_size}, "

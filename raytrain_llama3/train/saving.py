@@ -67,7 +67,7 @@ def sidecar_of(
         "layout": asdict(layout),
         "device": plan.device,
         "dtype": c.dtype,
-        "optimizer_moments_dtype": c.optimizer_moments_dtype,
+        "optimizer_moments_dtype": plan.moments_dtype,
         "model": {name: getattr(c, name) for name in _SHAPE},
         "vocab_size": c.vocab_size,
         "padded_vocab_size": plan.padded_vocab_size,

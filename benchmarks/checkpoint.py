@@ -82,7 +82,7 @@ def _ours(chunks: Any, optimizer: Any, process: Any, rounds: int, folder: Path) 
     found: dict[str, Any] = {}
     for name, destination in (("sync", Direct()), ("async", ThroughWriter(on_gpu=False))):
         company = Company(0, 1, _prefixed(process.store, name), lambda: False)
-        saves = Saves(company, lambda _record: None, 0, destination)
+        saves = Saves(company, destination, lambda _record: None, 0)
         # The first one starts the writer and touches its memory.
         for number in range(rounds + 1):
             path = folder / f"{name}_{number}"

@@ -33,6 +33,7 @@ class Piece:
     """Whether of the tensor- and pipeline-parallel ranks that hold it this one saves it."""
     is_shared: bool
     """Whether every data-parallel rank holds it: then one of them is chosen to save it."""
+    is_quantized: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +76,38 @@ def model_pieces(chunks: Sequence[DistributedDataParallel]) -> list[Piece]:
     ]
 
 
-def optimizer_pieces(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[Piece]:
-    """The optimizer state of this rank."""
+def saved_pieces(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[Piece]:
+    """All that this rank may save. Of a weight whose state is divided over data-parallel ranks it is its own run.
+
+    That run is what its optimizer has updated: with overlapped gathering other ranks' runs are still the old ones
+    here, and only quantized weights, which have no runs, must be gathered first (`needs_gathering`).
+    """
+    whole = [p for p in model_pieces(chunks) if not _has_runs(p, optimizer)]
+    return [*whole, *optimizer_pieces(chunks, optimizer, with_weights=True)]
+
+
+def needs_gathering(optimizer: MegatronOptimizer) -> bool:
+    """Whether weights that are saved whole may be stale in part."""
+    return not all(is_divided(part) and not _has_quantized(part) for part in parts_of(optimizer))
+
+
+def _has_quantized(part: Any) -> bool:
+    return any(is_quantized(run.weight) for run in runs_of(part))
+
+
+def _has_runs(piece: Piece, optimizer: MegatronOptimizer) -> bool:
+    return not piece.is_quantized and all(is_divided(part) for part in parts_of(optimizer))
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is kept in fp8, by Transformer Engine."""
+    return "dequantize" in type(weight).__dict__
+
+
+def optimizer_pieces(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, with_weights: bool = False
+) -> list[Piece]:
+    """The optimizer state of this rank; `with_weights` also the runs of the weights that it belongs to."""
     by_weight: dict[int, Entry] = {}
     for _, entries in entries_of(chunks):
         for entry in nested_values(entries):
@@ -86,7 +117,11 @@ def optimizer_pieces(chunks: Sequence[DistributedDataParallel], optimizer: Megat
         piece
         for part in parts_of(optimizer)
         for run in runs_of(part)
-        for piece in _run_pieces(run, by_weight[id(run.weight)], is_shared=not is_divided(part))
+        for piece in _run_pieces(
+            run if not (with_weights and is_divided(part)) or is_quantized(run.weight) else run.with_weight(),
+            by_weight[id(run.weight)],
+            is_shared=not is_divided(part),
+        )
     ]
 
 
@@ -128,9 +163,9 @@ def blobs(
 
 def _weight_pieces(entry: Entry) -> Iterator[Piece]:
     weight = entry.data
-    is_quantized = "dequantize" in type(weight).__dict__
-    plain = weight.dequantize() if is_quantized else weight.detach()
-    flat = plain.reshape(-1) if is_quantized else plain.view(-1)
+    quantized = is_quantized(weight)
+    plain = weight.dequantize() if quantized else weight.detach()
+    flat = plain.reshape(-1) if quantized else plain.view(-1)
     waiting = [0]
 
     def arrived() -> None:
@@ -146,13 +181,14 @@ def _weight_pieces(entry: Entry) -> Iterator[Piece]:
         axes = len(slot.global_shape) - len(slot.shape)
         box = Box(slot.key, flat.dtype, slot.global_shape, slot.offsets, (1,) * axes + slot.shape)
         view = flat[slot.start : slot.start + length].view(box.sizes)
-        done = arrived if is_quantized else None
+        done = arrived if quantized else None
         yield Piece(
             box,
             read=lambda view=view: view,  # type: ignore[misc]
             target=lambda box=box, view=view, done=done: Target(box, view, done),  # type: ignore[misc]
             is_main=_is_zero(_without_replica(entry.replica_id)),
             is_shared=True,
+            is_quantized=quantized,
         )
 
 
@@ -167,7 +203,7 @@ def _run_pieces(run: Run, entry: Entry, *, is_shared: bool) -> Iterator[Piece]:
             where = (*slot.offsets[:axes], *(o + p for o, p in zip(slot.offsets[axes:], offsets, strict=True)))
             shape, to = (1,) * axes + sizes, at + torch.Size(sizes).numel()
             for state in run.states:
-                key = f"optimizer.state.{state.name}.{slot.key}"
+                key = f"optimizer.state.{state.name}.{slot.key}" if state.name else slot.key
                 box = Box(key, state.dtype, slot.global_shape, where, shape)
                 yield Piece(box, *_access(state, box, at, to), is_main=is_main, is_shared=is_shared)
             at = to

@@ -8,7 +8,7 @@ tensors, so each rank can write and read its own, into the same form on the disk
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ class Run:
     start: int
     end: int
     states: tuple[State, ...]
+
+    def with_weight(self) -> Run:
+        """With the run of the weight itself, under no name."""
+        own = State("", self.weight.detach().view(-1)[self.start : self.end])
+        return replace(self, states=(own, *self.states))
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:

@@ -21,8 +21,10 @@ from raytrain_llama3.checkpoint.pieces import (
     blobs,
     mine,
     model_pieces,
+    needs_gathering,
     objects_of,
     optimizer_pieces,
+    saved_pieces,
 )
 from raytrain_llama3.checkpoint.reading import Reader, Source
 from raytrain_llama3.checkpoint.shards import is_divided, make_room, parts_of
@@ -55,9 +57,10 @@ def files_of_rank(
 
     Collective where weights are gathered (`gather_weights`).
     """
-    gather_weights(chunks)
+    if needs_gathering(optimizer):
+        gather_weights(chunks)
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    pieces = [*model_pieces(chunks), *optimizer_pieces(chunks, optimizer)]
+    pieces = saved_pieces(chunks, optimizer)
     common = {
         "progress": {"step": progress.step, "samples": progress.samples},
         "optimizer": _common_state(optimizer),

@@ -97,7 +97,10 @@ class Saves:
         try:
             job = staging.stage(path, files)
         except (OSError, MemoryError) as error:
-            refused = error
+            refused = CheckpointError(
+                f"no host memory for the copy of this rank's {save.nbytes / _GIB:.2f} GiB: {error}; --async-save 0 "
+                "does without a copy"
+            )
             write: Callable[[], Part] = lambda: _refuse(refused)  # noqa: E731
         else:
             write = lambda: self._destination.write(path, job, samples)  # noqa: E731
@@ -218,7 +221,7 @@ def _key(save: _Save, name: str) -> str:
     return f"{save.number}/{name}"
 
 
-def _refuse(error: BaseException) -> Part:
+def _refuse(error: CheckpointError) -> Part:
     raise error
 
 

@@ -51,6 +51,7 @@ class RunCheckpoints:
         self._keepers = keepers
         self._found = {*store.complete(), *store.wrecks()}
         self._published: set[int] = set()
+        self._refused = 0
         self.last_save_s: float | None = None
 
     def resume_point(self) -> ResumePoint | None:
@@ -78,11 +79,21 @@ class RunCheckpoints:
         return bool(self._store.complete()) or self._keepers.newest() is not None
 
     def take(self, save: SaveRecord | SaveFailure) -> None:
-        """Publish what the ranks have written, or clear away what they could not."""
+        """Publish what the ranks have written, or clear away what they could not.
+
+        Raises `CheckpointError` when the folder is another's, or the disk refused more than `max_failed_saves` times.
+        """
         if isinstance(save, SaveFailure):
             self._failed(save)
-        else:
+            return
+        try:
             self.publish(save)
+            self._refused = 0
+        except CheckpointError as error:
+            self._refused += 1
+            if not isinstance(error.__cause__, OSError) or self._refused > self._plan.config.max_failed_saves:
+                raise
+            self._failed(SaveFailure(save.step, save.path, str(error), self._refused))
 
     def publish(self, save: SaveRecord) -> None:
         """Publish what the ranks have written, which is progress: budgets for faults are whole again."""

@@ -12,7 +12,7 @@ from raytrain_llama3.config import schema
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 OTHERS = {
     "ray": {"--address", "--block", "--dashboard-host", "--head", "--no-wait", "--num-cpus", "--port", "--working-dir"},
-    "benchmarks": {"--faults", "--gb", "--kinds", "--null", "--pairs", "--rounds", "--seed", "--steps"},
+    "benchmarks": {"--faults", "--gb", "--kills", "--kinds", "--null", "--pairs", "--rounds", "--seed", "--steps"},
     "torchrun": {"--max-restarts", "--monitor-interval"},
     "docker": {"--gpus", "--ipc", "--rm", "--shm-size", "--ulimit"},
     "tensorboard": {"--logdir"},

@@ -38,12 +38,14 @@ def writer_of(rank: psutil.Process, but: int = 0, patience_s: float = 60.0) -> p
     raise AssertionError(f"process {rank.pid} has no writer")
 
 
-def await_partial(folder: Path, patience_s: float = 60.0) -> Path:
-    """A save that is under way."""
-    deadline = time.monotonic() + patience_s
+def await_partial(folder: Path, still_s: float = 4.0, patience_s: float = 120.0) -> Path:
+    """A save that stands still: one that is only waiting to be published is so for less than `still_s`."""
+    deadline, since = time.monotonic() + patience_s, dict[Path, float]()
     while time.monotonic() < deadline:
-        for path in folder.glob("iter_*"):
-            if not (path / "COMMITTED").is_file():
+        partial = {path for path in folder.glob("iter_*") if not (path / "COMMITTED").is_file()}
+        since = {path: since.get(path, time.monotonic()) for path in partial}
+        for path, began in since.items():
+            if time.monotonic() - began > still_s:
                 return path
-        time.sleep(0.005)
+        time.sleep(0.05)
     raise AssertionError(f"no save is under way in {folder}")

@@ -66,6 +66,8 @@ def test_every_kind_of_line(tmp_path: Path) -> None:
         "step_s": 0.125,
         "peak_memory_bytes": 0,
         "skipped": False,
+        "product_flops": 0.0,
+        "power_w": 0.0,
     }
     assert evaluation == {
         "kind": "evaluation",

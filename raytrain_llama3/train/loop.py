@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +16,7 @@ from raytrain_llama3 import __version__
 from raytrain_llama3.checkpoint import torch_dist
 from raytrain_llama3.checkpoint.store import differences, iteration_path, read_sidecar
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.data import open_sources
-from raytrain_llama3.data.feed import micro_batches
-from raytrain_llama3.data.order import SampleOrder
-from raytrain_llama3.data.source import Tokens, TokenSource
+from raytrain_llama3.data.feed import RankFeed
 from raytrain_llama3.errors import NonFiniteError
 from raytrain_llama3.messages import (
     EndReason,
@@ -51,16 +48,20 @@ def train(
     reporter: Reporter,
     stop: StopRequest,
     versions: dict[str, str],
+    feed: RankFeed,
     planned: Sequence[PlannedFault] = (),
 ) -> RankResult:
     """Build the model, load `resume` if there is one, and train to the end. Collective over all ranks.
 
-    `planned` are the faults that this rank is to suffer in this attempt.
+    `feed` is closed at the end. `planned` are the faults that this rank is to suffer in this attempt.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(forget_tables)
+        stack.callback(feed.close)
+        # Read while the model is built.
+        feed.begin("train", resume.samples if resume is not None else 0)
         reporter.enter(Phase.MODEL)
-        loop = TrainingLoop(plan, process, reporter, stop, versions)
+        loop = TrainingLoop(plan, process, reporter, stop, versions, feed)
         stack.callback(loop.untie)
         if resume is not None:
             reporter.enter(Phase.LOAD)
@@ -77,16 +78,19 @@ class TrainingLoop:
     """State of a run in progress: the model, and how many steps and samples it has seen."""
 
     def __init__(
-        self, plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest, versions: dict[str, str]
+        self,
+        plan: RunPlan,
+        process: Process,
+        reporter: Reporter,
+        stop: StopRequest,
+        versions: dict[str, str],
+        feed: RankFeed,
     ) -> None:
         self._plan, self._process, self._reporter, self._stop = plan, process, reporter, stop
-        self._versions = versions
+        self._versions, self._feed = versions, feed
         self._chunks = build_model(plan, process)
         self._optimizer = build_optimizer(plan, self._chunks)
-        self._stepper = Stepper(plan, process, self._chunks, self._optimizer)
-        self._sources = open_sources(plan)
-        self._order = SampleOrder(plan.config.seed, len(self._sources.train))
-        self._eval_order = SampleOrder(plan.config.seed, len(self._sources.valid))
+        self._stepper = Stepper(plan, process, self._chunks, self._optimizer, feed.end_of_document)
         self._step, self._samples = 0, 0
         self._schedule = build_schedule(plan, self._optimizer, 0)
         self._saved_step: int | None = None
@@ -162,7 +166,7 @@ class TrainingLoop:
         ends_at = self._plan.ends_at
         late = self._process.rank == 0 and ends_at is not None and time.time() > ends_at
         outcome = self._stepper.train(
-            self._batches(self._sources.train, self._order, self._samples),
+            self._feed.micro_batches("train", self._samples),
             self._stop.votes(late=late),
             self._compare_in_step if self._replicas else None,
         )
@@ -239,16 +243,19 @@ class TrainingLoop:
         started, total, tokens = time.perf_counter(), 0.0, 0
         batch_size = self._plan.layout.global_batch_size
         # The same windows every time, so that losses compare.
-        rounds = max(1, min(self._plan.config.eval_iters, len(self._sources.valid) // batch_size))
+        rounds = max(1, min(self._plan.config.eval_iters, self._feed.valid_samples // batch_size))
+        self._feed.begin("valid", 0, rounds * batch_size)
         for i in range(rounds):
-            batches = self._batches(self._sources.valid, self._eval_order, i * batch_size)
+            batches = self._feed.micro_batches("valid", i * batch_size)
             batch_total, batch_tokens, self._agreed = self._stepper.evaluate(batches, self._stop.votes())
             self._reporter.at_round()
             if self._agreed.stop:
                 # What is asked for now is a checkpoint, in little time: half an evaluation is worth nothing.
+                self._feed.end("valid")
                 self._reporter.enter(Phase.TRAIN)
                 return
             total, tokens = total + batch_total, tokens + batch_tokens
+        self._feed.end("valid")
         if self._process.rank == 0:
             self._reporter.add(
                 EvalRecord(self._step, total / max(tokens, 1), tokens, time.perf_counter() - started, time.time())
@@ -298,11 +305,8 @@ class TrainingLoop:
             "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
             "seed": c.seed,
             "seq_length": c.seq_length,
-            "data_fingerprint": self._sources.train.fingerprint(),
+            "data": self._feed.fingerprint,
         }
-
-    def _batches(self, source: TokenSource, order: SampleOrder, first_sample: int) -> Iterator[Tokens]:
-        return micro_batches(source, order, first_sample, self._plan.layout, self._process.dp_rank)
 
 
 def _end_reason(agreed: Votes) -> EndReason | None:

@@ -28,13 +28,13 @@ def documents() -> list[Path]:
 
 
 def known_flags() -> set[str]:
-    """Every flag of our commands, read where each is written: the schema, and `data_cli`'s parser of `data`."""
+    """Every flag of our commands, read where each is written: the schema, and the parsers of `cli` and `commands`."""
     names = {"--config", *schema.FIXED, *schema.IMPLIES}
     for name in schema.Config.model_fields:
         flags = {schema.flag_of(name), "--" + name, *schema.aliases(name)}
         names |= flags | ({"--no-" + flag[2:] for flag in flags} if schema.is_switch(name) else set())
-    (cli,) = (module for module in modules() if module.name == "data_cli.py")
-    constants = (node.value for node in ast.walk(cli.tree) if isinstance(node, ast.Constant))
+    commands = [module for module in modules() if module.name == "cli.py" or module.name.startswith("commands/")]
+    constants = (node.value for cli in commands for node in ast.walk(cli.tree) if isinstance(node, ast.Constant))
     return names | {text for text in constants if isinstance(text, str) and FLAG.fullmatch(text)}
 
 

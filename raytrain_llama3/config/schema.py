@@ -2,29 +2,20 @@
 
 The option `tp_size` is the flag `--tp-size`, the variable `TP_SIZE` and the TOML key `tp_size`. A field's docstring
 is its help; `aliases` are Megatron-LM's names for the same thing. The classes are the groups shown by `--help`;
-`Config` is all of them together. "The script" is the tutorial's train_llama3_8b_dynamic.sh, whose defaults are
+`Config` is all of them together (those of pods are in `schema_pods`). "The script" is the tutorial's train_llama3_8b_dynamic.sh, whose defaults are
 kept unless the help says why not.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from raytrain_llama3.config.schema_base import Options, option
+from raytrain_llama3.config.schema_pods import Pods
 from raytrain_llama3.config.values import Auto, Fraction, Rehearsal, Split
-
-
-def option(default: Any, *aliases: str, **constraints: Any) -> Any:
-    """A field with Megatron-LM's flag names for it, e.g. `"--tensor-model-parallel-size"`."""
-    return Field(default, json_schema_extra={"aliases": list(aliases)}, validate_default=True, **constraints)
-
-
-class Options(BaseModel):
-    """What all groups share: values never change, and a name that is not an option is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class Hardware(Options):
@@ -41,6 +32,8 @@ class Hardware(Options):
     """Ray cluster to join, host:port; unset: a Ray of our own, which ends with the run."""
     ray_dashboard: bool = True
     """Serve the Ray dashboard from a Ray of our own."""
+    ray_dashboard_host: str = "127.0.0.1"
+    """Address that the dashboard of a Ray of our own binds to; 0.0.0.0 opens it to the network, behind the token."""
     placement_timeout_s: PositiveInt = 300
     """How long to wait for the cluster to have room for every rank, seconds."""
     store_port: NonNegativeInt = 0
@@ -293,12 +286,12 @@ class Faults(Options):
     """Give cached GPU memory back: 0 never, 1 after an evaluation, 2 after every step."""
 
 
-class Config(Faults, Watching, Checkpoints, Data, Training, Precision, Model, Parallel, Hardware):
+class Config(Faults, Watching, Checkpoints, Data, Training, Precision, Model, Parallel, Pods, Hardware):
     """All options of one run, as asked for: `auto` is still `auto` here (see `plan.RunPlan` for what it became)."""
 
 
 GROUPS: tuple[type[Options], ...] = (
-    Hardware, Parallel, Model, Precision, Training, Data, Checkpoints, Watching, Faults,
+    Hardware, Pods, Parallel, Model, Precision, Training, Data, Checkpoints, Watching, Faults,
 )  # fmt: skip
 
 POSITIONALS = ("checkpoint_path", "tensorboard_logs_path", "tokenizer_arg", "data_arg")

@@ -2,8 +2,8 @@
 
 The option `tp_size` is the flag `--tp-size`, the variable `TP_SIZE` and the TOML key `tp_size`. A field's docstring
 is its help; `aliases` are Megatron-LM's names for the same thing. The classes are the groups shown by `--help`;
-`Config` is all of them together (those of pods are in `schema_pods`). "The script" is the tutorial's train_llama3_8b_dynamic.sh, whose defaults are
-kept unless the help says why not.
+`Config` is all of them together (those about pods are in `schema_pods`). "The script" is the
+tutorial's train_llama3_8b_dynamic.sh, whose defaults are kept unless the help says why not.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def _train(argv: list[str]) -> int:
     loaded = load(argv, env.snapshot())
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
+        stack.enter_context(stop.unwrapped())
         session, plan, supply = _connect(loaded, stack, stop)
         _introduce(loaded, plan, supply)
         try:
@@ -139,7 +140,8 @@ def _supervise(
     )
     ray_s = time.monotonic() - began
     try:
-        result = Supervisor(plan, TrainWorker, cluster, store, board, stop).run()
+        with stop.unwrapped():
+            result = Supervisor(plan, TrainWorker, cluster, store, board, stop).run()
         code, end = 0, _ended_well(plan, result, ray_s)
     except RaytrainError as error:
         code, end = _ended_badly(error)
@@ -191,6 +193,7 @@ def _plan(argv: list[str]) -> int:
     loaded = load(argv, env.snapshot())
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
+        stack.enter_context(stop.unwrapped())
         _, plan, supply = _connect(loaded, stack, stop)
         _introduce(loaded, plan, supply)
         _say("\nevery option:\n" + table(loaded))

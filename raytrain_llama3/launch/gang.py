@@ -171,13 +171,7 @@ class Gang:
         """Take in the ranks that end first, if any do in time."""
         import ray
 
-        try:
-            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        except SystemError as error:
-            # A signal that arrives just as the wait ends: its handler's exception comes wrapped up in this.
-            if isinstance(error.__cause__, RaytrainError):
-                raise error.__cause__ from None
-            raise
+        ready, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
         for ref in ready:
             member = self._running.pop(ref)
             try:

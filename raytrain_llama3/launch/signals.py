@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -40,6 +42,16 @@ class StopSignal:
         """Take the signals (again: `ray.init` puts a handler of its own in this place)."""
         for number in self._before:
             signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """Raise `StoppedBySignal` as itself: one that arrives as a call of Ray's returns comes in a `SystemError`."""
+        try:
+            yield
+        except SystemError as error:
+            if isinstance(error.__cause__, StoppedBySignal):
+                raise error.__cause__ from None
+            raise
 
     @property
     def is_set(self) -> bool:

@@ -145,17 +145,8 @@ class Crew:
 
     def stand_down(self, members: Sequence[Member], reusable: Collection[Member]) -> None:
         """After an attempt: keep the processes of `reusable` that say that they are clean, and end the others."""
-        import ray
-
         resets = {m.process.actor.reset.remote(): m for m in reusable}
-        ready, _ = ray.wait(list(resets), num_returns=len(resets), timeout=_RESET_S) if resets else ([], [])
-        clean = set()
-        for ref in ready:
-            try:
-                if ray.get(ref):
-                    clean.add(resets[ref].spec.rank)
-            except ray.exceptions.RayError:
-                continue
+        clean = {m.spec.rank for m, is_clean in process.answers(resets, _RESET_S) if is_clean}
         for member in members:
             berth = self._berths.get(member.spec.node_id)
             if berth is not None and member.spec.rank in clean:

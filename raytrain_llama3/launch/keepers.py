@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrain_llama3.checkpoint.keeper import Keeper
 from raytrain_llama3.launch.crew import Crew, Member
+from raytrain_llama3.launch.process import answers
 from raytrain_llama3.messages import KeeperAddress, KeptPart, ResumePoint
 
 _START_S = 60.0
@@ -53,15 +54,8 @@ class Keepers:
 
     def newest(self) -> ResumePoint | None:
         """The newest checkpoint of which every rank's part is held by a keeper that answers."""
-        import ray
-
-        asked = {post.actor.holdings.remote(): post for post in self._posts.values()}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-        held: dict[KeeperAddress, Mapping[int, Mapping[tuple[int, int], tuple[int, int]]]] = {}
-        for ref in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                held[asked[ref].address] = ray.get(ref)
-        return newest_whole(held)
+        asked = {post.actor.holdings.remote(): post.address for post in self._posts.values()}
+        return newest_whole(dict(answers(asked, _ANSWER_S)))
 
     def close(self) -> None:
         """End every keeper, and with it what it holds."""
@@ -85,27 +79,14 @@ class Keepers:
                 options["name"] = f"keeper/{ip}/{node[:8]}/{self._name}"
                 actor = actor_class.options(**options).remote(ip)
                 started[actor.address.remote()] = (node, ip, actor)
-        ready, _ = ray.wait(list(started), num_returns=len(started), timeout=_START_S) if started else ([], [])
-        for ref in ready:
-            node, ip, actor = started[ref]
-            with contextlib.suppress(ray.exceptions.RayError):
-                port, token = ray.get(ref)
-                self._posts[node] = _Post(actor, KeeperAddress(ip, port, token))
+        for (node, ip, actor), (port, token) in answers(started, _START_S):
+            self._posts[node] = _Post(actor, KeeperAddress(ip, port, token))
 
     def _drop_silent(self) -> None:
         """Forget keepers that are gone with their node."""
-        import ray
-
         asked = {post.actor.bytes_held.remote(): node for node, post in self._posts.items()}
-        ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-        gone = [asked[ref] for ref in silent]
-        for ref in ready:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError:
-                gone.append(asked[ref])
-        for node in gone:
-            del self._posts[node]
+        there = {node for node, _ in answers(asked, _ANSWER_S)}
+        self._posts = {node: post for node, post in self._posts.items() if node in there}
 
 
 def newest_whole(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,28 +85,22 @@ def settle(processes: Sequence[RankProcess], timeout_s: float) -> list[tuple[Ran
     return settled
 
 
-def alive(processes: Sequence[RankProcess], timeout_s: float) -> list[RankProcess]:
-    """Those that answer within `timeout_s`."""
+def answers[T](asked: Mapping[Any, T], timeout_s: float) -> Iterator[tuple[T, Any]]:
+    """Who of `asked` (by Ray's reference) answers within `timeout_s`, and what; those that raise are left out."""
     import ray
 
-    refs = {p.control("poll"): p for p in processes}
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-    answering = []
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     for ref in ready:
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(ref)
-            answering.append(refs[ref])
-    return answering
+            yield asked[ref], ray.get(ref)
+
+
+def alive(processes: Sequence[RankProcess], timeout_s: float) -> list[RankProcess]:
+    """Those that answer within `timeout_s`."""
+    return [p for p, _ in answers({p.control("poll"): p for p in processes}, timeout_s)]
 
 
 def wait_gone(pids: dict[RankProcess, list[int]], patience_s: float) -> list[int]:
     """Have one process on each node see that `pids` are gone there; those that are still there after `patience_s`."""
-    import ray
-
-    refs = [witness.control("see_gone", numbers, patience_s) for witness, numbers in pids.items() if numbers]
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=2 * patience_s + 5) if refs else ([], [])
-    left: list[int] = []
-    for ref in ready:
-        with contextlib.suppress(ray.exceptions.RayError):
-            left += ray.get(ref)
-    return left
+    asked = {w.control("see_gone", numbers, patience_s): w for w, numbers in pids.items() if numbers}
+    return [pid for _, left in answers(asked, 2 * patience_s + 5) for pid in left]

@@ -119,7 +119,7 @@ class ToKeepers:
         content = [self.staging.buffer.content, memoryview(blobs)]
         key = self._attempt, int(path.name)
         if not self._links:
-            self._links = [KeeperLink(k.host, k.port, k.token) for k in self._keepers]
+            self._links = [KeeperLink(keeper) for keeper in self._keepers]
         for link in self._links:
             link.put(self._rank, key, self._world_size, samples, pickle.dumps(places), content)
         return Part((), {})

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from raytrain_llama3.checkpoint.folder import INDEX_NAMES
 from raytrain_llama3.messages import FileFacts
 
-METADATA_NAME = ".metadata"
-MEGATRON_NAME = "metadata.json"
+METADATA_NAME, MEGATRON_NAME = INDEX_NAMES
 COMMON_KEY = "common_state/shard_0_1"
 """Megatron-core's key of what all ranks have in common."""
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain_llama3.messages import KeeperAddress
+
 _GENERATIONS = 2
 _LENGTH = "!Q"
 _PIECE_BYTES = 1 << 22
@@ -115,11 +117,11 @@ class Keeper:
 class KeeperLink:
     """A rank's connection to a keeper. Raises `Refused` where the keeper does not answer."""
 
-    def __init__(self, host: str, port: int, token: str) -> None:
-        self._where, self._token = f"keeper {host}:{port}", token
+    def __init__(self, keeper: KeeperAddress) -> None:
+        self._where, self._token = f"keeper {keeper.host}:{keeper.port}", keeper.token
         self._lock = threading.Lock()
         try:
-            self._connection = socket.create_connection((host, port), timeout=_TIMEOUT_S)
+            self._connection = socket.create_connection((keeper.host, keeper.port), timeout=_TIMEOUT_S)
         except OSError as error:
             raise Refused(f"{self._where}: {error}") from error
 

@@ -30,7 +30,7 @@ class KeptSource:
         places = []
         for part in self._parts.values():
             try:
-                link = KeeperLink(part.keeper.host, part.keeper.port, part.keeper.token)
+                link = KeeperLink(part.keeper)
                 places += pickle.loads(link.table(part.rank, self._key))
             except Refused as error:
                 raise OSError(str(error)) from error
@@ -40,7 +40,7 @@ class KeptSource:
     def open(self, file: str) -> io.IOBase:
         """One rank's part, to read from."""
         part = self._parts[file]
-        return _Remote(KeeperLink(part.keeper.host, part.keeper.port, part.keeper.token), part.rank, self._key)
+        return _Remote(KeeperLink(part.keeper), part.rank, self._key)
 
 
 class _Remote(io.RawIOBase):

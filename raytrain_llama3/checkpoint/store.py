@@ -94,12 +94,9 @@ class CheckpointStore:
         """
         steps, refused = self._steps(), dict[int, str]()
         for step in reversed(steps):
-            found = self._inspect(step)
+            found = self._inspect(step, verify=verify)
             if isinstance(found, ResumePoint):
-                damaged = self._damaged(Path(found.path)) if verify else []
-                if not damaged:
-                    return found
-                found = damaged[0]
+                return found
             refused[step] = found
         if steps:
             raise NoSafeStateError(self._wreck_report(refused))
@@ -107,12 +104,9 @@ class CheckpointStore:
 
     def at(self, step: int, *, verify: bool = False) -> ResumePoint:
         """The checkpoint of one step. Raises `NoSafeStateError` when it is not complete, or with `verify` damaged."""
-        found = self._inspect(step)
+        found = self._inspect(step, verify=verify)
         if isinstance(found, ResumePoint):
-            damaged = self._damaged(Path(found.path)) if verify else []
-            if not damaged:
-                return found
-            found = damaged[0]
+            return found
         raise NoSafeStateError(f"{iteration_path(self.root, step)}: {found}; take another of {self.complete()}")
 
     def complete(self) -> list[int]:
@@ -228,8 +222,8 @@ class CheckpointStore:
         matches = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match is not None)
 
-    def _inspect(self, step: int) -> ResumePoint | str:
-        """The complete checkpoint of `step`, or why its folder is not one."""
+    def _inspect(self, step: int, *, verify: bool = False) -> ResumePoint | str:
+        """The complete checkpoint of `step`, with `verify` an undamaged one, or why its folder is not one."""
         path = iteration_path(self.root, step)
         try:
             if not (path / MARKER_NAME).is_file():
@@ -238,11 +232,12 @@ class CheckpointStore:
             samples, files = sidecar.get("samples"), listed_files(sidecar)
             if sidecar.get("step") != step or not isinstance(samples, int) or files is None:
                 return f"{SIDECAR_NAME} is missing or damaged"
-            return missing_files(path, files) or ResumePoint(
-                str(path), step, samples, weights_only=bool(sidecar.get("weights_only"))
-            )
+            fault = missing_files(path, files)
         except OSError as error:
             return f"cannot be read: {error}"
+        if fault is None and verify:
+            fault = next(iter(self._damaged(path)), None)
+        return fault or ResumePoint(str(path), step, samples, weights_only=bool(sidecar.get("weights_only")))
 
     def _wreck_report(self, refused: dict[int, str]) -> str:
         newest = list(refused)[:_WRECKS_SHOWN]

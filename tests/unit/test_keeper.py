@@ -19,7 +19,7 @@ def keeper() -> Iterator[Keeper]:
 
 
 def link_to(keeper: Keeper) -> KeeperLink:
-    return KeeperLink("127.0.0.1", *keeper.address())
+    return KeeperLink(KeeperAddress("127.0.0.1", *keeper.address()))
 
 
 def put(link: KeeperLink, rank: int, attempt: int, step: int, content: bytes) -> None:
@@ -63,7 +63,7 @@ def test_a_part_that_breaks_off_does_not_count(keeper: Keeper) -> None:
 
 
 def test_who_has_not_the_token_is_not_answered(keeper: Keeper) -> None:
-    link = KeeperLink("127.0.0.1", keeper.address()[0], "wrong")
+    link = KeeperLink(KeeperAddress("127.0.0.1", keeper.address()[0], "wrong"))
     with pytest.raises(Refused, match="keeper 127"):
         put(link, 0, 0, 5, b"abc")
     link.close()
@@ -78,7 +78,7 @@ def test_a_keeper_that_is_gone_or_lacks_a_part_says_so(keeper: Keeper) -> None:
     port = keeper.address()[0]
     keeper.close()
     with pytest.raises(Refused):
-        KeeperLink("127.0.0.1", port, "x").table(0, (0, 1))
+        KeeperLink(KeeperAddress("127.0.0.1", port, "x")).table(0, (0, 1))
 
 
 @pytest.mark.parametrize(

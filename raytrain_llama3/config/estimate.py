@@ -87,6 +87,14 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspac
 """Of `Memory`, in the order in which they are told."""
 
 
+def rank_weights(config: Config, layout: Layout) -> tuple[float, float]:
+    """Weights of the fullest rank (a first pipeline stage): those in its layers, and all of them."""
+    embedding = padded_vocab_size(config.vocab_size) * config.hidden_size
+    ends = 2 * embedding if layout.pp == 1 else embedding
+    in_layers = (parameters(config) - 2 * embedding) / layout.pp / layout.tp
+    return in_layers, in_layers + ends / layout.tp
+
+
 def is_precision_aware(config: Config, device: str) -> bool:
     """Whether the optimizer is Transformer Engine's, which has a choice of how moments and masters are kept."""
     return device == "cuda" and config.dtype in ("bf16", "fp8") and config.use_distributed_optimizer
@@ -104,18 +112,15 @@ def memory(config: Config, layout: Layout, device: str, moments: str | None = No
     H200 by `tests/gpu/test_gpu_memory.py`.
     """
     c, half = config, config.dtype != "fp32"
-    embedding = padded_vocab_size(c.vocab_size) * c.hidden_size
-    ends = 2 * embedding if layout.pp == 1 else embedding
-    in_layers = (parameters(c) - 2 * embedding) / layout.pp / layout.tp
-    mine = in_layers + ends / layout.tp
+    in_layers, mine = rank_weights(c, layout)
     shards = layout.dp * layout.cp if c.use_distributed_optimizer else 1
     half_moments = is_precision_aware(c, device) and (moments or c.optimizer_moments_dtype) == "bf16"
     master = (2 if keeps_remainders(c, device) else 4) if half else 0
     half_gradients = half and c.grad_reduce_in_bf16
-    copies = in_layers * 2 if c.dtype == "fp8" else 0
-    weights = mine * (2 if half else 4) + copies - (in_layers * 2 if copies and c.fp8_param_gather else 0)
+    # Weights that are fp8 themselves take the place of their bf16 originals.
+    copies = in_layers * 2 if c.dtype == "fp8" and not c.fp8_param_gather else 0
     return Memory(
-        weights=weights,
+        weights=mine * (2 if half else 4) + copies,
         gradients=mine * (2 if half_gradients else 4),
         optimizer=mine * ((4 if half_moments else 8) + master) / shards,
         activations=_activations(c, layout, device),

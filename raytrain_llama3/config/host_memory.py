@@ -9,12 +9,15 @@ from raytrain_llama3.config.schema import Config
 _GENERATIONS = 2
 
 
+def saves_async(config: Config, device: str) -> bool:
+    """Whether training goes on while a checkpoint is written."""
+    return device == "cuda" if config.async_save == "auto" else config.async_save
+
+
 def part_bytes(config: Config, layout: Layout, device: str, moments: str) -> float:
     """What the fullest rank saves: its share of the weights, and its own masters and moments (of type `moments`)."""
     c = config
-    embedding = estimate.padded_vocab_size(c.vocab_size) * c.hidden_size
-    ends = 2 * embedding if layout.pp == 1 else embedding
-    weights = ((estimate.parameters(c) - 2 * embedding) / layout.pp + ends) / layout.tp
+    _, weights = estimate.rank_weights(c, layout)
     half_moments = estimate.is_precision_aware(c, device) and moments == "bf16"
     # The fp32 masters are saved whole, whatever the optimizer keeps of them.
     each = (4 if c.dtype == "fp32" else 2) + 4 + (4 if half_moments else 8)
@@ -28,6 +31,5 @@ def host_bytes(config: Config, layout: Layout, device: str, moments: str, nodes:
     that has it (two, where there are several nodes) two generations.
     """
     part = part_bytes(config, layout, device, moments)
-    is_async = device == "cuda" if config.async_save == "auto" else config.async_save
     keepers = min(nodes, 2) if config.memory_checkpoint_interval else 0
-    return part * (is_async + (1 + _GENERATIONS * keepers if keepers else 0))
+    return part * (saves_async(config, device) + (1 + _GENERATIONS * keepers if keepers else 0))

@@ -17,6 +17,7 @@ Moments = Literal["fp32", "bf16"]
 
 _TIGHT = 0.96
 """The estimate is right to a few hundredths."""
+_MORE = (2, 4, 8, 16, 32, 64)
 _RESERVE = 1.5 * GIB
 """Taken of a GPU before the first tensor: CUDA's context, NCCL, what the allocator cannot use."""
 
@@ -26,10 +27,9 @@ def moments_dtype(config: Config, layout: Layout, supply: DeviceSupply) -> Momen
     asked = config.optimizer_moments_dtype
     if asked != "auto":
         return asked
-    # fp8 weights are stepped by an Adam that wants fp32 moments.
-    if not estimate.is_precision_aware(config, supply.device) or config.fp8_param_gather:
+    if not _has_a_choice_of_moments(config, supply) or _fits(config, layout, supply, "fp32", _TIGHT):
         return "fp32"
-    return "fp32" if _fits(config, layout, supply, "fp32", _TIGHT) else "bf16"
+    return "bf16"
 
 
 def memory_problems(
@@ -63,6 +63,11 @@ def tight_memory(plan: RunPlan, supply: DeviceSupply) -> list[str]:
     ]
 
 
+def _has_a_choice_of_moments(config: Config, supply: DeviceSupply) -> bool:
+    # fp8 weights are stepped by an Adam that wants fp32 moments.
+    return estimate.is_precision_aware(config, supply.device) and not config.fp8_param_gather
+
+
 def _usable(supply: DeviceSupply) -> float:
     return (supply.memory_bytes or 0) - (_RESERVE if supply.device == "cuda" else 0)
 
@@ -78,7 +83,8 @@ def _remedy(config: Config, layout: Layout, supply: DeviceSupply) -> str:
         return "use GPUs, or see a small model train here: make demo, or --config configs/demo.toml"
     nearest = min(_changes(config, layout, supply), default=None, key=lambda change: change.cost)
     if nearest is None:
-        devices = next((n for n in _more_devices(layout) if _fits_on(config, n, supply)), None)
+        more = (layout.world_size * factor for factor in _MORE)
+        devices = next((n for n in more if _fits_on(config, n, supply)), None)
         fewer = "use a smaller model, or GPUs with more memory"
         return fewer if devices is None else f"nothing fits {layout.world_size} of them; {devices} would do"
     return f"nearest that fits: {nearest.flags} (about {nearest.total / GIB:.0f} GiB)"
@@ -95,18 +101,17 @@ class _Change:
 def _changes(config: Config, layout: Layout, supply: DeviceSupply) -> Iterator[_Change]:
     """Every change of a few options with which the model fits these devices and no rule is broken."""
     again: tuple[tuple[str, ...], ...] = ((), ("mlp",), ("layer",))
-    sizes = [1, 2, 4, 8, 16, 32, 64]
+    sizes = (1, *_MORE)
     micro_batches = sorted({config.micro_batch_size, 1}, reverse=True)
-    aware = estimate.is_precision_aware(config, supply.device) and not config.fp8_param_gather
+    # What is "auto" becomes bf16 by itself.
+    other_moments = config.optimizer_moments_dtype == "fp32" and _has_a_choice_of_moments(config, supply)
     for tp, pp, micro_batch, modules in itertools.product(sizes, sizes, micro_batches, again):
         changed = {"tp_size": tp, "pp_size": pp, "micro_batch_size": micro_batch}
         if modules:
             changed["recompute_modules"] = modules  # type: ignore[assignment]
-        if aware:
+        if other_moments:
             changed["optimizer_moments_dtype"] = "bf16"  # type: ignore[assignment]
         changed = {name: value for name, value in changed.items() if getattr(config, name) != value}
-        if config.optimizer_moments_dtype == "auto":
-            changed.pop("optimizer_moments_dtype", None)
         other = config.model_copy(update=changed)
         world = layout.world_size
         if tp * pp * other.cp_size > world or [*layout_problems(other), *world_problems(other, world, [world])]:
@@ -123,10 +128,6 @@ def _changes(config: Config, layout: Layout, supply: DeviceSupply) -> Iterator[_
 
 def _written(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _more_devices(layout: Layout) -> list[int]:
-    return [layout.world_size * factor for factor in (2, 4, 8, 16, 32, 64)]
 
 
 def _fits_on(config: Config, devices: int, supply: DeviceSupply) -> bool:

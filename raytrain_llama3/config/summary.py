@@ -17,7 +17,7 @@ def summary(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> str:
         parts += f", {layout.vpp} virtual stages"
     if layout.sequence_parallel:
         parts += ", sequence parallel"
-    memory = estimate.memory(c, layout, plan.device).total
+    memory = estimate.memory(c, layout, plan.device, plan.moments_dtype).total
     host = host_bytes(c, layout, plan.device, plan.moments_dtype, nodes)
     rows = {
         "model": (

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from raytrain_llama3.config import estimate
 from raytrain_llama3.config.plan import RunPlan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,7 +57,7 @@ def optimizer_precision(plan: RunPlan) -> dict[str, Any]:
         "params_dtype": dtype,
         "fp8_recipe": config.fp8_recipe if config.dtype == "fp8" else None,
     }
-    if plan.device == "cuda" and dtype is torch.bfloat16 and config.use_distributed_optimizer:
+    if estimate.is_precision_aware(config, plan.device):
         moments = _DTYPES[plan.moments_dtype]
         chosen |= {
             "use_precision_aware_optimizer": True,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from raytrain_llama3 import __version__
 from raytrain_llama3.checkpoint.destinations import Direct, ThroughWriter, ToKeepers
 from raytrain_llama3.checkpoint.saves import Company, Saves
+from raytrain_llama3.config.host_memory import saves_async
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.messages import SaveFailure, SaveRecord
 from raytrain_llama3.train.process import Process
@@ -26,7 +27,9 @@ _SHAPE = (
 
 def open_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest) -> Saves:
     """The saves of one attempt; asynchronous ones where asked for."""
-    destination = ThroughWriter(on_gpu=plan.device == "cuda") if saves_async(plan) else Direct()
+    destination = Direct()
+    if saves_async(plan.config, plan.device):
+        destination = ThroughWriter(on_gpu=plan.device == "cuda")
     return Saves(_company(process, stop, "disk"), destination, reporter.add, plan.config.max_failed_saves)
 
 
@@ -48,12 +51,6 @@ def open_kept_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: S
 def _company(process: Process, stop: StopRequest, name: str) -> Company:
     store = dist.PrefixStore(name, process.store)
     return Company(process.rank, process.world_size, store, lambda: stop.is_abandoned)
-
-
-def saves_async(plan: RunPlan) -> bool:
-    """Whether training goes on while a checkpoint is written."""
-    asked = plan.config.async_save
-    return plan.device == "cuda" if asked == "auto" else asked
 
 
 def sidecar_of(

@@ -9,6 +9,7 @@ from planning import EIGHT_NODES, GIB, ONE_H200, TINY, cpu, planned
 from raytrain_llama3.config import estimate
 from raytrain_llama3.config.load import load
 from raytrain_llama3.config.schema import Config
+from raytrain_llama3.config.summary import summary
 
 PRESETS = Path(__file__).parents[2] / "configs"
 
@@ -171,3 +172,10 @@ def test_a_cpu_keeps_the_scores_of_every_pair_of_tokens_unless_told_to_recompute
 )
 def test_the_peak_of_a_device_by_its_name(name: str, dtype: str, peak: float | None) -> None:
     assert estimate.peak_flops(name, dtype) == peak
+
+
+def test_the_summary_tells_the_memory_of_what_was_chosen() -> None:
+    loaded = load([], {})
+    plan = planned([], ONE_H200)
+    assert plan.moments_dtype == "bf16"
+    assert "memory       about 114" in summary(loaded, plan, ONE_H200)

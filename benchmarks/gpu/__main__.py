@@ -54,11 +54,17 @@ ENVIRONMENT = {
 """What someone who knows these libraries starts them with."""
 
 
+def environment() -> dict[str, str]:
+    """This shell's, with the package where it is not installed."""
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": paths}
+
+
 def measured(script: str, *flags: str) -> dict[str, Any]:
     """The JSON line that a script of this folder prints."""
     done = subprocess.run(
         [sys.executable, str(HERE / script), *flags], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-        env=os.environ | ENVIRONMENT,
+        env=environment() | ENVIRONMENT,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{script} {' '.join(flags)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -99,11 +105,10 @@ def ours(precision: str, given: argparse.Namespace, update_s: float) -> tuple[Si
         "exp-name": "run",
     } | dict(item.split("=", 1) for item in given.flag)
     argv = [sys.executable, "-m", "raytrain_llama3", *(f"--{name}={value}" for name, value in flags.items())]
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd=folder,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=environment(),
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"our command ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")

@@ -10,48 +10,26 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
 
 import shape
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_REPEATS = 20
+from raytrain_llama3.train.gauge import product, seconds_of
+
+_GPU = torch.device("cuda")
 
 
-def milliseconds(work: Callable[[], Any]) -> float:
-    """Of one call, over `_REPEATS` in a row."""
-    for _ in range(3):
-        work()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(_REPEATS):
-        work()
-    ended.record()
-    torch.cuda.synchronize()
-    return float(began.elapsed_time(ended)) / _REPEATS
-
-
-def product(rows: int, inner: int, columns: int, *, fp8: bool) -> float:
-    """`[rows, inner] · [inner, columns]`."""
-    left = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
-    right = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16)
-    if not fp8:
-        return milliseconds(lambda: torch.mm(left, right.t()))
-    one, left8, right8 = torch.ones((), device="cuda"), left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
-    return milliseconds(
-        lambda: torch._scaled_mm(left8, right8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-    )
+def milliseconds(work: Callable[[], object]) -> float:
+    """Of one call."""
+    return 1000 * seconds_of(work)
 
 
 def products(tokens: int, inner: int, outer: int, *, fp8: bool) -> float:
     """Forward, gradient of the input, gradient of the weight."""
-    return (
-        product(tokens, inner, outer, fp8=fp8)
-        + product(tokens, outer, inner, fp8=fp8)
-        + product(outer, tokens, inner, fp8=fp8)
-    )
+    shapes = ((tokens, inner, outer), (tokens, outer, inner), (outer, tokens, inner))
+    return sum(milliseconds(product("fp8" if fp8 else "bf16", *each, _GPU)) for each in shapes)
 
 
 def attention(tokens: int) -> tuple[float, float]:

@@ -102,7 +102,7 @@ class TrainingLoop:
         self._replicas = self._replicas_to_compare()
         self._rehearsal: Rehearsal | None = None
         self._profiler = Profiler(plan, process)
-        self._gauge = Gauge(plan, process.device)
+        self._gauge = Gauge(plan, process)
         self.saves = open_saves(plan, process, reporter, stop)
         self.kept_saves = open_kept_saves(plan, process, reporter, stop)
         for warning in process.warnings:

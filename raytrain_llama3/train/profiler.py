@@ -64,7 +64,7 @@ class Profiler:
             written.append(self._folder / f"memory_rank_{self._rank}.pickle")
             torch.cuda.memory._dump_snapshot(str(written[-1]))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
-        return [*self._table(profile), *(f"rank {self._rank}: wrote {path}" for path in written)]
+        return [*self._table(profile), *(f"wrote {path}" for path in written)]
 
     def _table(self, profile: torch.profiler.profile) -> list[str]:
         steps = self._end - self._start
@@ -77,7 +77,7 @@ class Profiler:
         counts, whole = {e.key: e.count for e in events}, sum(spent.values())
         dearest = sorted(spent, key=lambda key: -spent[key])[:_ROWS]
         what = "kernels" if self._on_gpu else "operators"
-        lines = [f"rank {self._rank}: {whole / steps:.1f} ms of {what} a step, the dearest of them:"]
+        lines = [f"{whole / steps:.1f} ms of {what} a step, the dearest of them:"]
         for key in dearest:
             each, share = spent[key] / steps, 100 * spent[key] / whole
             lines.append(f"  {each:9.2f} ms {share:5.1f} % {counts[key] / steps:7.0f} x {key[:80]}")

@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from raytrain_llama3.checkpoint.shards import parts_of
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.train.precision import optimizer_precision
 
@@ -80,7 +81,7 @@ def apply(optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: boo
     if not math.isfinite(norm):
         return Update(norm, applied=False)
     if clip_grad > 0:
-        for part in _parts(optimizer):
+        for part in parts_of(optimizer):
             if part.get_parameters():
                 _clip(part, clip_grad, norm)
     return Update(norm, applied=bool(optimizer.step_with_ready_grads()))
@@ -95,7 +96,3 @@ def _clip(part: Any, clip_grad: float, norm: float) -> None:
         total_norm=norm,
         use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
     )
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])

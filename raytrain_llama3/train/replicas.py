@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from raytrain_llama3.checkpoint.shards import parts_of
 from raytrain_llama3.errors import CorruptionError
 from raytrain_llama3.train.process import Process
 
@@ -124,7 +125,7 @@ def _witnesses(optimizer: MegatronOptimizer, weight: Tensor) -> Iterator[tuple[i
 
     Masters that are the weight itself (fp32), or only what it lacks (Transformer Engine's remainders), say nothing.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         for whole, piece, master in _halves(part):
             if whole is weight and piece is not None and master is not None:
                 start = (piece.data_ptr() - weight.data_ptr()) // weight.element_size()

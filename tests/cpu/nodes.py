@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from curves import curve
 from ray.cluster_utils import Cluster
+from sandbox import FOUR, Sandbox
 
 CPUS = 2
+TWO_NODES = (*FOUR, "--num-nodes", "2", "--gpus-per-node", str(CPUS), "--micro-batch-size", "4")
 _MARK = "RAYTRAIN_TEST_CLUSTER"
 
 
@@ -97,6 +100,18 @@ class Nodes:
         while not self._closing.wait(0.1):
             for node in list(self._cluster.worker_nodes):
                 node.dead_processes()
+
+
+def undisturbed(folder: Path, steps: int) -> list[float]:
+    """The losses of a run on one node that nothing befell."""
+    sandbox = Sandbox(folder)
+    flags = ("--micro-batch-size", "4", "--save-interval", "0", "--save-at-end", "0")
+    try:
+        command = sandbox.run(*FOUR, *flags, "--train-iters", str(steps))
+        assert command.process.returncode == 0, command.output
+    finally:
+        sandbox.close()
+    return curve(sandbox.work / "tensorboard_logs" / "demo")
 
 
 class _Gone:

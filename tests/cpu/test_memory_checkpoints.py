@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from curves import assert_alike, assert_trained_again_alike, curve
-from nodes import CPUS, Nodes
-from sandbox import FOUR, Sandbox, events
+from nodes import TWO_NODES, Nodes, undisturbed
+from sandbox import Sandbox, events
 
-TWO_NODES = (*FOUR, "--num-nodes", "2", "--gpus-per-node", str(CPUS), "--micro-batch-size", "4")
 ENDLESS = (*TWO_NODES, "--train-iters", "100000", "--save-interval", "40", "--memory-checkpoint-interval", "3")
 REFERENCE_STEPS = 60
 
@@ -25,15 +24,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run that nothing befell, on one node."""
-    sandbox = Sandbox(tmp_path_factory.mktemp("reference"))
-    flags = ("--micro-batch-size", "4", "--save-interval", "0", "--save-at-end", "0")
-    try:
-        command = sandbox.run(*FOUR, *flags, "--train-iters", str(REFERENCE_STEPS))
-        assert command.process.returncode == 0, command.output
-    finally:
-        sandbox.close()
-    return curve(sandbox.work / "tensorboard_logs" / "demo")
+    return undisturbed(tmp_path_factory.mktemp("reference"), REFERENCE_STEPS)
 
 
 def test_a_lost_rank_and_a_lost_node_cost_no_more_than_the_interval(

@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from curves import assert_alike, assert_trained_again_alike, curve
-from nodes import CPUS, Nodes
-from sandbox import FOUR, Command, Sandbox, events, records
+from nodes import TWO_NODES, Nodes, undisturbed
+from sandbox import Command, Sandbox, events, records
 
 LATEST_S = 20
 """A dead node is told of at the latest so long after its last step."""
-TWO_NODES = (*FOUR, "--num-nodes", "2", "--gpus-per-node", str(CPUS), "--micro-batch-size", "4")
 ENDLESS = (*TWO_NODES, "--train-iters", "100000", "--max-checkpoints", "0")
 REFERENCE_STEPS = 80
 
@@ -29,15 +28,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run that nothing befell, on one node."""
-    sandbox = Sandbox(tmp_path_factory.mktemp("reference"))
-    flags = ("--micro-batch-size", "4", "--save-interval", "0", "--save-at-end", "0")
-    try:
-        command = sandbox.run(*FOUR, *flags, "--train-iters", str(REFERENCE_STEPS))
-        assert command.process.returncode == 0, command.output
-    finally:
-        sandbox.close()
-    return curve(board(sandbox))
+    return undisturbed(tmp_path_factory.mktemp("reference"), REFERENCE_STEPS)
 
 
 def board(sandbox: Sandbox) -> Path:

@@ -130,6 +130,11 @@ class Saves:
             )
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a save has begun that `settle` would wait for."""
+        return self._current is not None
+
+    @property
     def last_failure(self) -> str:
         """Why the last save that failed did so."""
         return self._last_failure

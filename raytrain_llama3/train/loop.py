@@ -323,8 +323,9 @@ class TrainingLoop:
 
         Raises `CheckpointError` when the run has reached its end and that is not saved.
         """
-        self._reporter.enter(Phase.SAVE)
-        self.saves.settle()
+        if self.saves.is_under_way:
+            self._reporter.enter(Phase.SAVE)
+            self.saves.settle()
         saved = self.saves.saved_step
         if reason is not EndReason.STOP and self._saved_step == self._step and self._step not in (saved, self._loaded):
             raise CheckpointError(

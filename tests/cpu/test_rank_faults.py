@@ -213,7 +213,11 @@ def test_a_rank_killed_while_it_saves_leaves_a_wreck_and_no_error_of_the_folder(
     workers = mortals(2)
     flags = ("--train-iters", "4", "--micro-batch-size", "1", "--save-interval", "2")
     run_plan = plan(tmp_path, *flags, "--rehearse-faults", "0:1:1:kill_saving", world=2)
-    found = errors(workers.start(run_plan))
+    refs = workers.start(run_plan)
+    ray.wait(refs, timeout=PATIENCE_S)
+    # As the driver does when a rank falls: no collective is under way in a save that would tell of it.
+    workers.actors[0].let_go.options(concurrency_group=CONTROL).remote()
+    found = errors(refs)
     assert isinstance(found[1], ray.exceptions.RayActorError)
     assert (found[0].kind, found[0].code) == (FailureKind.PEER_LOST, None)
     store = CheckpointStore(run_plan.paths.checkpoints, keep=None)

@@ -2,6 +2,7 @@
 
 Both trainings live at once and only one runs: every process of the other one's tree is stopped (SIGSTOP). Run it as
 `python benchmarks/step_overhead.py [--pairs 40 | --steps 1000] [--slice-s 3] [--threads 2] [--json FILE]`.
+With `--memory-checkpoints N` the two are ours with a memory checkpoint every N steps, and ours without.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import records
 from processes import BenchmarkError, Tree, end_on_sigterm, environment
 
 RAY, TORCHRUN = "Ray", "torchrun"
+KEPT = "Ray, kept"
+"""Ours, with memory checkpoints."""
 GOAL = 1.02
 LONG_GOAL = 1.01
 """With `--steps`: what a long run without a fault may lose to watching for one."""
@@ -52,8 +55,6 @@ MODEL = {
     "seq-length": 256,
     "vocab-size": 512,
     "data-arg": "MOCK",
-    "micro-batch-size": 4,
-    "global-batch-size": 4,
     "train-iters": 1_000_000,
     "eval-interval": 0,
     "eval-iters": 1,
@@ -122,10 +123,15 @@ class Filling:
 
 
 @contextlib.contextmanager
-def started(name: str, folder: Path, given: argparse.Namespace, launcher: str) -> Iterator[Side]:
+def started(name: str, folder: Path, given: argparse.Namespace) -> Iterator[Side]:
     """A training that has done its first steps, has its standby ready and stands still; it is gone after the block."""
-    flags = [item for option, value in MODEL.items() for item in (f"--{option}", str(value))]
-    if launcher == RAY:
+    # A step takes about as long with few threads as with many.
+    model = MODEL | {"micro-batch-size": 2 * given.threads, "global-batch-size": 2 * given.threads}
+    flags = [item for option, value in model.items() for item in (f"--{option}", str(value))]
+    is_ours = name in (RAY, KEPT)
+    if name == KEPT:
+        flags += ["--memory-checkpoint-interval", str(given.memory_checkpoints)]
+    if is_ours:
         command = [sys.executable, "-m", "raytrain_llama3", *flags, "--standby-processes", "1"]
         file = folder / "run" / "tensorboard" / "metrics.jsonl"
     else:
@@ -136,7 +142,7 @@ def started(name: str, folder: Path, given: argparse.Namespace, launcher: str) -
     side = Side(name, Tree(name, command, variables, folder), file)
     try:
         side.tree.wait_for(lambda: len(side.steps()) >= _WARM_UP_STEPS, "steps", _START_TIMEOUT_S)
-        if launcher == RAY:
+        if is_ours:
             side.standby = faults.Standby(side.tree, given.standby_wait_s)
             side.standby.wait()
         side.tree.signal(signal.SIGSTOP)
@@ -220,11 +226,13 @@ def table(found: Result, given: argparse.Namespace) -> str:
     """The result for people."""
     pairs, names = found.pairs, found.names
     ratio, low, high = interval(pairs)
-    goal = f"goal ≤ {found.goal}: {'met' if ratio <= found.goal else 'missed'}" if RAY in names else "must be 1"
+    goal = f"goal ≤ {found.goal}: {'met' if ratio <= found.goal else 'missed'}"
+    if names != (RAY, TORCHRUN):
+        goal = "what keeping costs" if KEPT in names else "must be 1"
     columns = zip(names, ("ray", "torchrun"), strict=True)
     lines = [
         f"\nseconds a step: one rank of {given.threads} threads, {os.cpu_count()} cores, {len(pairs)} pairs of slices "
-        f"of {given.slice_s:g} s",
+        f"of {given.slice_s:g} s in {given.starts} starts of both",
         f"{'':<16}{'median':>8}{'least–most':>16}{'steps':>8}",
     ]
     for name, side in columns:
@@ -268,26 +276,46 @@ class Result:
 
 
 def measure(folder: Path, given: argparse.Namespace) -> Result:
-    """Start both, let them run in turn, and compare. Raises `BenchmarkError` when either does not last."""
-    first = "torchrun again" if given.null else RAY
+    """Start both anew so many times, let them run in turn, and compare.
+
+    More than once, as where a process's memory comes to lie makes it a little faster or slower for as long as it lives.
+    Raises `BenchmarkError` when either does not last.
+    """
+    parts = [measure_once(folder / str(number), given) for number in range(given.starts)]
+    return replace(
+        parts[0],
+        pairs=[pair for part in parts for pair in part.pairs],
+        fillings=parts[-1].fillings,
+        has_standby=all(part.has_standby for part in parts),
+    )
+
+
+def measure_once(folder: Path, given: argparse.Namespace) -> Result:
+    """One start of both, with its share of the pairs or steps."""
+    first, second = ("torchrun again" if given.null else RAY), TORCHRUN
+    if given.memory_checkpoints:
+        first, second = KEPT, RAY
     with contextlib.ExitStack() as stack:
-        torchrun = stack.enter_context(started(TORCHRUN, folder / "b", given, TORCHRUN))
-        ray = stack.enter_context(started(first, folder / "a", given, TORCHRUN if given.null else RAY))
+        torchrun = stack.enter_context(started(second, folder / "b", given))
+        ray = stack.enter_context(started(first, folder / "a", given))
 
         def is_enough(pairs: int) -> bool:
             if given.steps is None:
-                return bool(pairs >= given.pairs)
-            return bool(sum(map(len, whole_steps(ray, given.settle_s))) >= given.steps)
+                return bool(pairs >= given.pairs / given.starts)
+            return bool(sum(map(len, whole_steps(ray, given.settle_s))) >= given.steps / given.starts)
 
         print("both train; now in turn", flush=True)
         alternate(ray, torchrun, is_enough, given.slice_s)
         pairs = paired(ray, torchrun, given.settle_s)
         if len(pairs) < max(2, 0.9 * len(ray.slices)):
-            raise BenchmarkError(f"only {len(pairs)} of {len(ray.slices)} pairs hold whole steps: lengthen --slice-s")
-        fillings = fill_standby(ray, torchrun, given.fillings)
+            told = ", ".join(f"{side.name} did {len(side.steps())} steps" for side in (ray, torchrun))
+            raise BenchmarkError(
+                f"only {len(pairs)} of {len(ray.slices)} pairs hold whole steps ({told}): lengthen --slice-s"
+            )
+        fillings = fill_standby(ray, torchrun, given.fillings) if second == TORCHRUN else []
         check_same(ray, torchrun)
         goal = GOAL if given.steps is None else LONG_GOAL
-        return Result((first, TORCHRUN), goal, pairs, fillings, ray.standby is not None and ray.standby.is_told)
+        return Result((first, second), goal, pairs, fillings, ray.standby is not None and ray.standby.is_told)
 
 
 def main() -> int:
@@ -298,9 +326,11 @@ def main() -> int:
     parser.add_argument("--slice-s", type=float, default=3.0, help="seconds a slice (default 3)")
     parser.add_argument("--settle-s", type=float, default=0.3, help="start of a slice left out (default 0.3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS (default: all cores)")
+    parser.add_argument("--starts", type=int, default=1, help="times that both are started anew (default 1)")
     parser.add_argument("--standby-wait-s", type=float, default=60.0, help="for a standby to be filled (default 60)")
     parser.add_argument("--fillings", type=int, default=3, help="times a standby is killed and filled (default 3)")
     parser.add_argument("--null", action="store_true", help="torchrun on both sides: must come out as 1")
+    parser.add_argument("--memory-checkpoints", type=int, metavar="N", help="what one every N steps costs, instead")
     parser.add_argument("--json", type=Path, help="write every pair and the ratio to this file")
     given = parser.parse_args()
     end_on_sigterm()

@@ -13,7 +13,7 @@ from torch import Tensor
 from raytrain_llama3.checkpoint import distcp
 from raytrain_llama3.checkpoint.distcp import Item, Part, Place
 from raytrain_llama3.checkpoint.folder import clear_partial
-from raytrain_llama3.checkpoint.keeper import KeeperLink
+from raytrain_llama3.checkpoint.keeper import KeeperLink, Key, Refused, SetFacts
 from raytrain_llama3.checkpoint.pieces import Piece
 from raytrain_llama3.checkpoint.staging import Files, Staging
 from raytrain_llama3.checkpoint.writer import IndexJob, Staged, WriteJob, WriterProcess
@@ -35,6 +35,9 @@ class Destination(Protocol):
 
     def conclude(self, path: Path, parts: Sequence[Part]) -> dict[str, FileFacts]:
         """On rank 0, once every part is there."""
+
+    def confirm(self, path: Path) -> None:
+        """On every rank, once all of the save has come about."""
 
     def close(self) -> None:
         """End it, whatever is under way."""
@@ -61,6 +64,9 @@ class Direct:
     def conclude(self, path: Path, parts: Sequence[Part]) -> dict[str, FileFacts]:
         """The index."""
         return distcp.write_index(path, parts)
+
+    def confirm(self, path: Path) -> None:
+        """Nothing: the driver publishes."""
 
     def close(self) -> None:
         """Nothing is under way when the training thread is here."""
@@ -94,9 +100,18 @@ class ToKeepers:
     is_disk = False
 
     def __init__(
-        self, rank: int, world_size: int, attempt: int, keepers: Sequence[KeeperAddress], *, on_gpu: bool
+        self,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        keepers: Sequence[KeeperAddress],
+        whole: Key | None,
+        *,
+        on_gpu: bool,
     ) -> None:
         self._rank, self._world_size, self._attempt = rank, world_size, attempt
+        # The newest set of which every rank's part is held, as far as this rank knows.
+        self._whole = whole
         self._keepers = tuple(keepers)
         self._links: list[KeeperLink] = []
         self.staging: Staging | None = Staging(on_gpu=on_gpu)
@@ -117,21 +132,34 @@ class ToKeepers:
                     places.append(Place(item[0], str(self._rank), end + len(blobs), len(item[1])))
                     blobs += item[1]
         content = [self.staging.buffer.content, memoryview(blobs)]
-        key = self._attempt, int(path.name)
-        if not self._links:
-            self._links = [KeeperLink(keeper) for keeper in self._keepers]
-        for link in self._links:
-            link.put(self._rank, key, self._world_size, samples, pickle.dumps(places), content)
+        about = SetFacts(self._world_size, samples, self._whole)
+        try:
+            for keeper in self._keepers[len(self._links) :]:
+                self._links.append(KeeperLink(keeper))
+            for link in self._links:
+                link.put(self._rank, self._key(path), about, pickle.dumps(places), content)
+        except Refused:
+            # What broke off in the middle cannot be gone on with.
+            self.close()
+            raise
         return Part((), {})
 
     def conclude(self, path: Path, parts: Sequence[Part]) -> dict[str, FileFacts]:
         """Nothing: a set counts when every part is held, which the driver sees."""
         return {}
 
+    def confirm(self, path: Path) -> None:
+        """The set is whole: keepers may let the ones before it go."""
+        self._whole = self._key(path)
+
     def close(self) -> None:
         """Hang up."""
         for link in self._links:
             link.close()
+        self._links = []
+
+    def _key(self, path: Path) -> Key:
+        return self._attempt, int(path.name)
 
 
 def _row(pieces: Sequence[Piece], blobs: Iterable[tuple[Item, bytes]]) -> Iterator[tuple[Item, Tensor | bytes]]:

@@ -1,8 +1,8 @@
 """Keeps ranks' parts of checkpoints in a process of its own, on another node than the ranks whose parts they are.
 
 Bytes come and go over plain TCP, straight between a rank and its keeper: Ray's object store would lose an object with
-the process that put it there. Each rank's two newest parts are held; the older goes when a third begins to arrive,
-which a rank sends only after the one before it has arrived from every rank.
+the process that put it there. A part comes with the name of the newest set that is whole, and all that is neither of
+this set nor of the one that arrives is let go: two generations are held, and one of them is always whole.
 """
 
 from __future__ import annotations
@@ -14,18 +14,26 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_llama3.messages import KeeperAddress
 
-_GENERATIONS = 2
 _LENGTH = "!Q"
 _PIECE_BYTES = 1 << 22
 _TIMEOUT_S = 60.0
 
 Key = tuple[int, int]
-"""Attempt and step."""
+"""Attempt and step. A greater one is newer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetFacts:
+    """What a rank says of the set that its part belongs to. `whole`: the newest set known to be whole, if any is."""
+
+    world_size: int
+    samples: int
+    whole: Key | None
 
 
 class Refused(Exception):
@@ -104,14 +112,23 @@ class Keeper:
 
     def _take(self, rank: int, key: Key, request: Mapping[str, Any], connection: socket.socket) -> None:
         with self._lock:
-            parts = self._held.setdefault(rank, {})
-            for old in sorted(parts)[: max(len(parts) - _GENERATIONS + 1, 0)]:
-                del parts[old]
+            self._drop_older(rank, key, tuple(request["whole"] or ()))
         table = _receive_block(connection)
         content = bytearray(int(request["length"]))
         _receive_into(connection, memoryview(content))
         with self._lock:
-            self._held[rank][key] = Held(table, content, int(request["world_size"]), int(request["samples"]))
+            parts = self._held.setdefault(rank, {})
+            parts[key] = Held(table, content, int(request["world_size"]), int(request["samples"]))
+
+    def _drop_older(self, rank: int, key: Key, whole: tuple[int, ...]) -> None:
+        if any(key[0] < held[0] for parts in self._held.values() for held in parts):
+            # A rank that lives on after its attempt may still send; what the next one goes on from is not its to drop.
+            return
+        for other, parts in self._held.items():
+            for old in [old for old in parts if old != whole]:
+                # Other ranks' parts of this attempt are theirs to let go; of former attempts there may be more ranks.
+                if old < key if other == rank else old[0] < key[0]:
+                    del parts[old]
 
 
 class KeeperLink:
@@ -126,12 +143,17 @@ class KeeperLink:
             raise Refused(f"{self._where}: {error}") from error
 
     def put(
-        self, rank: int, key: Key, world_size: int, samples: int, table: bytes, content: Sequence[memoryview]
+        self,
+        rank: int,
+        key: Key,
+        about: SetFacts,
+        table: bytes,
+        content: Sequence[memoryview],
     ) -> None:
         """Have a part kept, the pieces of `content` one after the other; returns when the keeper holds all of it."""
-        about = {"world_size": world_size, "samples": samples, "length": sum(piece.nbytes for piece in content)}
+        length = sum(piece.nbytes for piece in content)
         with self._asking(), self._lock:
-            self._request("put", rank, key, about)
+            self._request("put", rank, key, {**asdict(about), "length": length})
             _send_block(self._connection, table)
             for piece in content:
                 self._connection.sendall(piece)

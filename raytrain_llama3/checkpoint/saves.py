@@ -158,6 +158,8 @@ class Saves:
             if self._company.rank == 0:
                 self._tell(save, "outcome", self._concluded(save))
             save.failure = str(self._hear(save, "outcome"))
+            if not save.failure:
+                self._destination.confirm(save.path)
         except BaseException as error:  # noqa: BLE001  (raised in the training thread, by `settle`)
             save.error = error
 

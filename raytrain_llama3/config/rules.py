@@ -5,6 +5,7 @@ Those about how a model comes apart over ranks are in `config.layout_rules`; the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,11 +34,14 @@ __all__ = [
     "run_paths",
     "tight_memory",
     "tokenizer_type",
+    "unfit",
 ]
 
 _FP8_CAPABILITY = 8.9
 _FP8_ATTENTION_CAPABILITY = 9.0
 _FP8_ATTENTION_CHANNELS = 128
+_SAME_MEMORY = 0.95
+"""Devices of one kind report a little more or less memory, as their drivers take more or less of it."""
 
 
 def plan_run(loaded: Loaded, supply: DeviceSupply, cores_per_node: int = 1) -> RunPlan:
@@ -93,6 +97,15 @@ def resize(plan: RunPlan, sizes: Sequence[int]) -> RunPlan:
         used.append(min(size, left))
         left -= used[-1]
     return replace(plan, layout=layout, ranks_per_node=tuple(count for count in used if count))
+
+
+def unfit(plan: RunPlan, name: str, memory_bytes: int, capability: float) -> list[str]:
+    """What keeps one GPU from a rank's part of `plan`, one line each: the driver knows the cluster's least, if that."""
+    supply = replace(plan.supply, per_node=(1,), device_name=name, memory_bytes=memory_bytes, capability=capability)
+    lines = [*_device_problems(plan.config, supply)]
+    if memory_bytes < _SAME_MEMORY * (plan.supply.memory_bytes or math.inf):
+        lines += memory_problems(plan.config, plan.layout, supply, plan.moments_dtype)
+    return lines
 
 
 def check_anywhere(loaded: Loaded) -> None:

@@ -63,7 +63,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.callback(forget_tables)
         reporter.enter(Phase.MODEL)
-        loop = TrainingLoop(plan, process, reporter, stop, versions)
+        loop = TrainingLoop(plan, process, resume, reporter, stop, versions)
         stack.callback(loop.untie)
         stack.callback(loop.close_saves)
         if resume is not None:
@@ -81,7 +81,13 @@ class TrainingLoop:
     """State of a run in progress: the model, and how many steps and samples it has seen."""
 
     def __init__(
-        self, plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest, versions: dict[str, str]
+        self,
+        plan: RunPlan,
+        process: Process,
+        resume: ResumePoint | None,
+        reporter: Reporter,
+        stop: StopRequest,
+        versions: dict[str, str],
     ) -> None:
         self._plan, self._process, self._reporter, self._stop = plan, process, reporter, stop
         self._versions = versions
@@ -104,7 +110,7 @@ class TrainingLoop:
         self._profiler = Profiler(plan, process)
         self._gauge = Gauge(plan, process)
         self.saves = open_saves(plan, process, reporter, stop)
-        self.kept_saves = open_kept_saves(plan, process, reporter, stop)
+        self.kept_saves = open_kept_saves(plan, process, resume, reporter, stop)
         for warning in process.warnings:
             reporter.add(warning)
 
@@ -154,12 +160,12 @@ class TrainingLoop:
         while not self._is_at_target():
             self._one_step()
             self._keep_if_due()
-            if not _end_reason(self._agreed):
+            if not self._agreed.end_reason:
                 self._evaluate_if_due(self._plan.config.eval_interval)
-            if not _end_reason(self._agreed) and self._save_if_due(self._plan.config.save_interval):
+            if not self._agreed.end_reason and self._save_if_due(self._plan.config.save_interval):
                 # Asked to stop while it saved: another step would only be lost.
                 self._agreed = self._stepper.agree(self._stop.votes())
-            if ended := _end_reason(self._agreed):
+            if ended := self._agreed.end_reason:
                 reason = ended
                 break
         if reason is EndReason.TARGET and self._plan.config.eval_interval:
@@ -340,9 +346,3 @@ class TrainingLoop:
 
     def _batches(self, source: TokenSource, order: SampleOrder, first_sample: int) -> Iterator[Tokens]:
         return micro_batches(source, order, first_sample, self._plan.layout, self._process.dp_rank)
-
-
-def _end_reason(agreed: Votes) -> EndReason | None:
-    if agreed.stop:
-        return EndReason.STOP
-    return EndReason.DURATION if agreed.late else None

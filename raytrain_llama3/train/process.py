@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.config.rules import unfit
 from raytrain_llama3.errors import HardwareError
 from raytrain_llama3.messages import KeeperAddress, ProcessFacts, RankSpec, Rendezvous
 
@@ -195,13 +197,18 @@ def plan_digest(plan: RunPlan) -> str:
 
 def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: ProcessFacts, device: torch.device) -> None:
     """Every rank tells rank 0 who it is; rank 0 answers with what does not fit, by name."""
-    mine = {
+    mine: dict[str, Any] = {
         "name": spec.name,
         "host": facts.hostname,
-        "device": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
+        "device": "",
+        "unfit": [],
         "plan": plan_digest(plan),
         **facts.versions,
     }
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        capability = float(f"{gpu.major}.{gpu.minor}")
+        mine |= {"device": str(gpu.uuid), "unfit": unfit(plan, gpu.name, gpu.total_memory, capability)}
     store.set(str(spec.rank), json.dumps(mine))
     if spec.rank == 0:
         everyone = [json.loads(store.get(str(rank))) for rank in range(spec.world_size)]
@@ -211,12 +218,13 @@ def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: Proc
         raise HardwareError("the ranks do not fit together:\n  " + "\n  ".join(problems))
 
 
-def mismatches(everyone: list[dict[str, str]]) -> list[str]:
-    """Compare the ranks' facts (rank order) with rank 0's; a line for each difference."""
+def mismatches(everyone: list[dict[str, Any]]) -> list[str]:
+    """Compare the ranks' facts (rank order) with rank 0's; a line for each difference and each rank that is unfit."""
     first, problems, seen = everyone[0], [], dict[str, str]()
     for facts in everyone:
         where = f"{facts['name']} on {facts['host']}"
-        for key in sorted(first.keys() - {"name", "host", "device"}):
+        problems += [f"{where}: {line}" for line in facts["unfit"]]
+        for key in sorted(first.keys() - {"name", "host", "device", "unfit"}):
             if facts.get(key) != first[key]:
                 problems.append(f"{where} has {key} {facts.get(key)}, {first['name']} has {first[key]}")
         device = facts["device"]

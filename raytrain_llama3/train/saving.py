@@ -13,7 +13,7 @@ from raytrain_llama3.checkpoint.destinations import Direct, ThroughWriter, ToKee
 from raytrain_llama3.checkpoint.saves import Company, Saves
 from raytrain_llama3.config.host_memory import saves_async
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.messages import SaveFailure, SaveRecord
+from raytrain_llama3.messages import ResumePoint, SaveFailure, SaveRecord
 from raytrain_llama3.train.process import Process
 from raytrain_llama3.train.reporter import Reporter
 from raytrain_llama3.train.stop import StopRequest
@@ -33,12 +33,18 @@ def open_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRe
     return Saves(_company(process, stop, "disk"), destination, reporter.add, plan.config.max_failed_saves)
 
 
-def open_kept_saves(plan: RunPlan, process: Process, reporter: Reporter, stop: StopRequest) -> Saves | None:
-    """The memory checkpoints of one attempt, where there are some. However many fail, training goes on."""
+def open_kept_saves(
+    plan: RunPlan, process: Process, resume: ResumePoint | None, reporter: Reporter, stop: StopRequest
+) -> Saves | None:
+    """The memory checkpoints of one attempt, where there are some. However many fail, training goes on.
+
+    One that this attempt goes on from stays until there is a newer one.
+    """
     if not process.keepers or not plan.config.memory_checkpoint_interval:
         return None
+    whole = (resume.kept_in_attempt, resume.step) if resume and resume.kept else None
     destination = ToKeepers(
-        process.rank, process.world_size, process.attempt, process.keepers, on_gpu=plan.device == "cuda"
+        process.rank, process.world_size, process.attempt, process.keepers, whole, on_gpu=plan.device == "cuda"
     )
 
     def report(record: SaveRecord | SaveFailure) -> None:

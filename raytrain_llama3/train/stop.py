@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from raytrain_llama3.messages import EndReason
+
 
 @dataclass(frozen=True, slots=True)
 class Votes:
@@ -16,6 +18,13 @@ class Votes:
     """The time is over."""
     unsaved: int = 0
     """Asked to stop without saving; one such vote keeps every rank from saving."""
+
+    @property
+    def end_reason(self) -> EndReason | None:
+        """Why the run ends, if it does."""
+        if self.stop:
+            return EndReason.STOP
+        return EndReason.DURATION if self.late else None
 
 
 class StopRequest:

@@ -49,7 +49,7 @@ class MatrixWorker(TrainWorker):
         losses, saves = [], []
         self._reporter.begin(me.rank)
         with open_process(run_plan, me, rendezvous, self._facts, self._store) as process:
-            loop = TrainingLoop(run_plan, process, self._reporter, self._stop, {})
+            loop = TrainingLoop(run_plan, process, None, self._reporter, self._stop, {})
             for number, source in enumerate(sources):
                 if source is not None:
                     loop.load(source)

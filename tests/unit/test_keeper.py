@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytrain_llama3.checkpoint.keeper import Keeper, KeeperLink, Refused
+from raytrain_llama3.checkpoint.keeper import Keeper, KeeperLink, Refused, SetFacts
 from raytrain_llama3.launch.keepers import newest_whole
 from raytrain_llama3.messages import KeeperAddress, KeptPart
 
@@ -22,9 +22,12 @@ def link_to(keeper: Keeper) -> KeeperLink:
     return KeeperLink(KeeperAddress("127.0.0.1", *keeper.address()))
 
 
-def put(link: KeeperLink, rank: int, attempt: int, step: int, content: bytes) -> None:
+def put(
+    link: KeeperLink, rank: int, attempt: int, step: int, content: bytes, whole: tuple[int, int] | None = None
+) -> None:
     table = f"{rank} {attempt} {step}".encode()
-    link.put(rank, (attempt, step), 2, step * 8, table, [memoryview(content[:3]), memoryview(content[3:])])
+    about = SetFacts(2, step * 8, whole)
+    link.put(rank, (attempt, step), about, table, [memoryview(content[:3]), memoryview(content[3:])])
 
 
 def test_what_was_put_is_there_as_bytes_of_the_keepers_own(keeper: Keeper) -> None:
@@ -42,10 +45,32 @@ def test_what_was_put_is_there_as_bytes_of_the_keepers_own(keeper: Keeper) -> No
 def test_two_generations_are_held_and_no_third(keeper: Keeper) -> None:
     link = link_to(keeper)
     for step in (5, 10, 15):
-        put(link, 0, 0, step, bytes(100))
-    put(link, 0, 1, 10, bytes(100))
-    assert keeper.holdings()[0].keys() == {(0, 15), (1, 10)}
+        put(link, 0, 0, step, bytes(100), (0, step - 5))
+    assert keeper.holdings()[0].keys() == {(0, 10), (0, 15)}
     assert keeper.bytes_held() == 200
+    link.close()
+
+
+def test_the_newest_whole_set_outlives_those_that_lack_a_part(keeper: Keeper) -> None:
+    link = link_to(keeper)
+    for step in (5, 10, 15, 20):
+        put(link, 0, 0, step, bytes(100), (0, 5))
+    assert keeper.holdings()[0].keys() == {(0, 5), (0, 20)}
+    # The next attempt goes on from there, and this one's parts may be of more ranks.
+    put(link, 1, 0, 5, bytes(100))
+    put(link, 7, 0, 5, bytes(100))
+    put(link, 7, 0, 20, bytes(100), (0, 5))
+    put(link, 0, 1, 10, bytes(100), (0, 5))
+    assert {rank: set(parts) for rank, parts in keeper.holdings().items()} == {
+        0: {(0, 5), (1, 10)},
+        1: {(0, 5)},
+        7: {(0, 5)},
+    }
+    # A rank that outlived its attempt harms nothing.
+    put(link, 0, 0, 25, bytes(100), (0, 20))
+    assert keeper.holdings()[0].keys() >= {(0, 5), (1, 10)}
+    put(link, 0, 1, 20, bytes(100), (1, 10))
+    assert {rank: set(parts) for rank, parts in keeper.holdings().items() if parts} == {0: {(1, 10), (1, 20)}}
     link.close()
 
 
@@ -57,7 +82,7 @@ def test_a_part_that_breaks_off_does_not_count(keeper: Keeper) -> None:
         nbytes = 10
 
     with pytest.raises(TypeError):
-        link.put(0, (0, 10), 2, 80, b"", [Breaks()])  # type: ignore[list-item]
+        link.put(0, (0, 10), SetFacts(2, 80, (0, 5)), b"", [Breaks()])  # type: ignore[list-item]
     link.close()
     assert keeper.holdings() == {0: {(0, 5): (2, 40)}}
 

@@ -550,3 +550,22 @@ def test_threads_are_a_ranks_share_of_its_nodes_cores(
 def test_the_plan_carries_the_peak_of_the_device_at_this_precision() -> None:
     assert planned([*TINY, "--dtype", "fp8"], EIGHT_H100).peak_flops == 1979e12
     assert planned(TINY, cpu()).peak_flops is None
+
+
+def test_a_node_that_the_driver_could_not_ask_is_checked_by_its_own_rank() -> None:
+    unknown = DeviceSupply("cuda", (8,))
+    fp8 = planned(["--dtype", "fp8", "--tp-size", "8"], unknown)
+    assert rules.unfit(fp8, "NVIDIA H100 80GB HBM3", 80 * GIB, 9.0) == []
+    assert rules.unfit(fp8, "NVIDIA A100-SXM4-80GB", 80 * GIB, 8.0) == [
+        "dtype fp8 needs compute capability 8.9 or more; NVIDIA A100-SXM4-80GB has 8.0: use --dtype bf16"
+    ]
+    (line,) = rules.unfit(fp8, "NVIDIA L40", 8 * GIB, 8.9)
+    assert "NVIDIA L40 has 8 GiB" in line
+
+
+def test_a_device_of_the_same_kind_may_report_a_little_less_memory() -> None:
+    plan = planned([], ONE_H200)
+    need = int(estimate.memory(plan.config, plan.layout, "cuda", plan.moments_dtype).total)
+    tight = replace(plan, supply=replace(ONE_H200, memory_bytes=need))
+    assert rules.unfit(tight, "NVIDIA H200", int(0.99 * need), 9.0) == []
+    assert len(rules.unfit(tight, "NVIDIA H200", int(0.9 * need), 9.0)) == 1

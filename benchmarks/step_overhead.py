@@ -2,7 +2,8 @@
 
 Both trainings live at once and only one runs: every process of the other one's tree is stopped (SIGSTOP). Run it as
 `python benchmarks/step_overhead.py [--pairs 40 | --steps 1000] [--slice-s 3] [--threads 2] [--json FILE]`.
-With `--memory-checkpoints N` the two are ours with a memory checkpoint every N steps, and ours without.
+With `--memory-checkpoints N` the two are ours with a memory checkpoint every N steps, and ours without. With
+`--gpu bf16` (or fp8) both train eight layers of Llama3-8B on one GPU, a step being eight micro-batches.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ RAY, TORCHRUN = "Ray", "torchrun"
 KEPT = "Ray, kept"
 """Ours, with memory checkpoints."""
 GOAL = 1.02
+GPU_GOAL = 1.005
 LONG_GOAL = 1.01
 """With `--steps`: what a long run without a fault may lose to watching for one."""
 _LEAST_STEP_S = 0.2
@@ -42,9 +44,18 @@ _WARM_UP_STEPS = 3
 _LAST_WORDS_S = 2.0
 _RESAMPLES = 20_000
 
-MODEL = {
-    "device": "cpu",
+COMMON = {
     "gpus-per-node": 1,
+    "data-arg": "MOCK",
+    "train-iters": 1_000_000,
+    "eval-interval": 0,
+    "save-interval": 0,
+    "use-exp-structure": 1,
+    "exp-dir": ".",
+    "exp-name": "run",
+}
+MODEL = COMMON | {
+    "device": "cpu",
     "dtype": "fp32",
     "num-layers": 4,
     "hidden-size": 256,
@@ -54,14 +65,13 @@ MODEL = {
     "kv-channels": 32,
     "seq-length": 256,
     "vocab-size": 512,
-    "data-arg": "MOCK",
-    "train-iters": 1_000_000,
-    "eval-interval": 0,
-    "eval-iters": 1,
-    "save-interval": 0,
-    "use-exp-structure": 1,
-    "exp-dir": ".",
-    "exp-name": "run",
+}
+GPU_MODEL = COMMON | {
+    "config": Path(__file__).resolve().parents[1] / "configs" / "llama3_8b.toml",
+    # Two of them have room on one GPU of 80 GB or more.
+    "num-layers": 8,
+    "global-batch-size": 8,
+    "optimizer-moments-dtype": "bf16",
 }
 
 
@@ -126,7 +136,8 @@ class Filling:
 def started(name: str, folder: Path, given: argparse.Namespace) -> Iterator[Side]:
     """A training that has done its first steps, has its standby ready and stands still; it is gone after the block."""
     # A step takes about as long with few threads as with many.
-    model = MODEL | {"micro-batch-size": 2 * given.threads, "global-batch-size": 2 * given.threads}
+    sizes = {"micro-batch-size": 2 * given.threads, "global-batch-size": 2 * given.threads}
+    model = GPU_MODEL | {"dtype": given.gpu} if given.gpu else MODEL | sizes
     flags = [item for option, value in model.items() for item in (f"--{option}", str(value))]
     is_ours = name in (RAY, KEPT)
     if name == KEPT:
@@ -314,7 +325,7 @@ def measure_once(folder: Path, given: argparse.Namespace) -> Result:
             )
         fillings = fill_standby(ray, torchrun, given.fillings) if second == TORCHRUN else []
         check_same(ray, torchrun)
-        goal = GOAL if given.steps is None else LONG_GOAL
+        goal = GPU_GOAL if given.gpu else GOAL if given.steps is None else LONG_GOAL
         return Result((first, second), goal, pairs, fillings, ray.standby is not None and ray.standby.is_told)
 
 
@@ -329,6 +340,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=1, help="times that both are started anew (default 1)")
     parser.add_argument("--standby-wait-s", type=float, default=60.0, help="for a standby to be filled (default 60)")
     parser.add_argument("--fillings", type=int, default=3, help="times a standby is killed and filled (default 3)")
+    parser.add_argument("--gpu", choices=("bf16", "fp8"), help="on one GPU instead of the CPU")
     parser.add_argument("--null", action="store_true", help="torchrun on both sides: must come out as 1")
     parser.add_argument("--memory-checkpoints", type=int, metavar="N", help="what one every N steps costs, instead")
     parser.add_argument("--json", type=Path, help="write every pair and the ratio to this file")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_llama3 import __version__
+from raytrain_llama3.commands import check, submit
 from raytrain_llama3.config import env, estimate, flags, machine, rules
 from raytrain_llama3.config.load import Loaded, load, table
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
@@ -20,6 +21,7 @@ from raytrain_llama3.errors import ConfigError, RaytrainError
 from raytrain_llama3.launch.signals import StopSignal
 
 if TYPE_CHECKING:
+    from raytrain_llama3.launch.pod import Pod
     from raytrain_llama3.launch.session import Session
     from raytrain_llama3.messages import RunResult
     from raytrain_llama3.metrics import RunFacts, Summary
@@ -29,6 +31,8 @@ PROGRAM = "raytrain-llama3"
 _COMMANDS_HELP = f"""commands:
   {PROGRAM} [train] …       train (the default command)
   {PROGRAM} plan …          check the same options and show every value, without training
+  {PROGRAM} check …         look at every node and try every device
+  {PROGRAM} submit … -- …   train as a job of a Ray cluster, and follow it
   {PROGRAM} data …          tokenize text into Arrow shards, or look at some
   {PROGRAM} checkpoint …    list, verify and show checkpoints; export to and import from Hugging Face
 """
@@ -58,15 +62,21 @@ def _train(argv: list[str]) -> int:
         return 0
     began = time.monotonic()
     loaded = load(argv, env.snapshot())
+    env.set_defaults(loaded.environ)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         stack.enter_context(stop.unwrapped())
-        session, plan, supply = _connect(loaded, stack, stop)
+        pod = check.introduce(loaded, _say)
+        if pod is not None and not pod.pods.is_head:
+            return _serve(pod, stop)
+        session, plan, supply = _connect(loaded, stack, stop, pod)
         _introduce(loaded, plan, supply)
         try:
             code, end, numbers = _supervise(plan, session, stack, stop)
         except RaytrainError as error:
             code, end, numbers = *_ended_badly(error), None
+        if session is not None and session.farewell is not None:
+            session.farewell.tell(code)
     _say(_closing(plan, code, end, numbers, time.monotonic() - began))
     return code
 
@@ -93,19 +103,30 @@ def _folders_note(loaded: Loaded, plan: RunPlan) -> list[str]:
     ]
 
 
+def _serve(pod: Pod, stop: StopSignal) -> int:
+    from raytrain_llama3.launch import joiner
+
+    rules.check_anywhere(pod.loaded)
+    code = joiner.serve(pod, stop)
+    _say(f"pod {pod.pods.rank} ends as pod 0 did: exit code {code}")
+    return code
+
+
 def _connect(
-    loaded: Loaded, stack: contextlib.ExitStack, stop: StopSignal
+    loaded: Loaded, stack: contextlib.ExitStack, stop: StopSignal, pod: Pod | None = None
 ) -> tuple[Session | None, RunPlan, DeviceSupply]:
-    """The plan, checked before Ray starts; and the cluster, already joined where one was named."""
-    if loaded.config.ray_address is None:
+    """The plan, checked before Ray starts; and the cluster, already joined where one was named or pods form it."""
+    if loaded.config.ray_address is None and pod is None:
         supply = machine.local_supply(loaded.config, loaded.environ)
         return None, rules.plan_run(loaded, supply, machine.cores()), supply
-    from raytrain_llama3.launch import session
+    from raytrain_llama3.launch import head, session
 
     rules.check_anywhere(loaded)
-    joined = stack.enter_context(session.join(loaded.config.ray_address, stop))
-    supply = session.cluster_supply(joined, loaded.config)
-    return joined, rules.plan_run(loaded, supply, machine.cores()), supply
+    joined = stack.enter_context(
+        session.join(str(loaded.config.ray_address), stop) if pod is None else head.lead(pod, stop)
+    )
+    supply, cores = session.cluster_supply(joined, loaded.config)
+    return joined, rules.plan_run(loaded, supply, cores), supply
 
 
 def _supervise(
@@ -238,11 +259,21 @@ def _checkpoint(argv: list[str]) -> int:
     return command.run(argv, PROGRAM, _say)
 
 
+def _check(argv: list[str]) -> int:
+    return check.run(PROGRAM, argv, sys.stdout.write)
+
+
+def _submit(argv: list[str]) -> int:
+    return submit.run(PROGRAM, argv, sys.stdout.write)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "plan": _plan,
     "data": _data,
     "checkpoint": _checkpoint,
+    "check": _check,
+    "submit": _submit,
 }
 
 

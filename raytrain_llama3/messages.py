@@ -321,3 +321,23 @@ class RunResult:
     attempts: int
     phase_seconds: dict[str, float]
     """Seconds from the start of the last attempt, by phase: Ray's own (`ray`, `place`, `actors`), then rank 0's."""
+
+
+class Verdict(StrEnum):
+    """What `check` thinks of one thing."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BAD = "BAD"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `check` looked at, in one place: a node, a device of it, or all of them."""
+
+    where: str
+    what: str
+    value: str
+    verdict: Verdict = Verdict.OK
+    remedy: str = ""

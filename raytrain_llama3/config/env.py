@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
+from raytrain_llama3.config.schema import Config
+
 FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "CUBLAS_", "CUDNN_", "TORCHINDUCTOR_", "TRITON_")
 FORWARDED = frozenset(
     {
@@ -24,6 +26,8 @@ FORWARDED = frozenset(
 
 HOST_OWN = frozenset({"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"})
 """Never sent to another host: they name things of the host on which they are set."""
+
+_OF_THIS_HOST = ("RAY_ADDRESS", "PODS", "NODE_RANK", "NODE_ADDRESS")
 
 RENAMED = {"NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 """torch's old names, carried over."""
@@ -70,6 +74,19 @@ def without_pod(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k not in POD_NAMES and not k.startswith("TORCHELASTIC_")}
 
 
+def for_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a submitted job gets of the submitter's environment: options, and what is forwarded to ranks anyway.
+
+    Never a secret: a job's environment can be read in the dashboard.
+    """
+    options = {name.upper() for name in Config.model_fields} - {*_OF_THIS_HOST, *POD_NAMES}
+    return {name: value for name, value in environment.items() if value and (name in options or _is_forwarded(name))}
+
+
+def _is_forwarded(name: str) -> bool:
+    return name in FORWARDED or (name.startswith(FORWARDED_PREFIXES) and name not in HOST_OWN)
+
+
 _IB_TIMEOUTS = {"A100": "19", "A800": "19"}
 """NCCL waits 4.096 µs · 2^this for an InfiniBand acknowledgement; the script's values, 23 on anything newer."""
 
@@ -102,6 +119,6 @@ def for_workers(environment: Mapping[str, str], device: str, device_name: str, t
     carried_over = {new: environment[old] for old, new in RENAMED.items() if old in environment}
     current = {name: value for name, value in environment.items() if name not in RENAMED}
     for name, value in (carried_over | current).items():
-        if name in FORWARDED or (name.startswith(FORWARDED_PREFIXES) and name not in HOST_OWN):
+        if _is_forwarded(name):
             chosen[name] = value
     return chosen

@@ -18,6 +18,7 @@ from raytrain_llama3.config import schema
 
 _BOOLEANS = frozenset({"0", "1", "true", "false", "yes", "no", "on", "off", "auto"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+_FILES = {"--config": "a TOML file", "--env-file": "a file of NAME=value lines"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class CommandLine:
     assignments: list[Assignment] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     """`--config` files, in order."""
+    env_files: list[str] = field(default_factory=list)
+    """`--env-file` files, in order."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -87,7 +90,7 @@ def _is_flag(item: str) -> bool:
 
 def _names() -> dict[str, str]:
     """Every flag there is, and the option that it sets."""
-    names = {"--config": "config"}
+    names = {"--config": "config", "--env-file": "env_file"}
     for name in schema.Config.model_fields:
         for flag in (schema.flag_of(name), "--" + name, *schema.aliases(name)):
             names[flag] = name
@@ -120,11 +123,12 @@ def _assign(line: CommandLine, names: dict[str, str], flag: str, value: str | No
             line.assignments.append(Assignment(*schema.IMPLIES[flag], flag))
     elif flag not in names:
         line.problems.append(f"{flag}: there is no such option{suggestion(flag, (n for n in names if '_' not in n))}")
-    elif names[flag] == "config":
+    elif flag in _FILES:
+        kind, files = _FILES[flag], line.files if flag == "--config" else line.env_files
         if value is None:
-            line.problems.append("--config: needs the path of a TOML file")
+            line.problems.append(f"{flag}: needs the path of {kind}")
         else:
-            line.files.append(value)
+            files.append(value)
     else:
         _assign_option(line, names[flag], flag, value)
 
@@ -183,6 +187,7 @@ def help_text(program: str) -> str:
         ),
         "",
         "  --config FILE  TOML file of options; may be given again, later files win",
+        "  --env-file FILE  variables for those not set yet, `export NAME=value` lines as for a shell's `source`",
     ]
     for group in schema.GROUPS:
         lines += ["", f"{group.__name__}: {str(group.__doc__).splitlines()[0]}"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raytrain_llama3.config import flags, schema
+from raytrain_llama3.config import env_file, flags, pods, schema
 from raytrain_llama3.config.flags import Assignment
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
@@ -26,6 +26,9 @@ class Loaded:
     origins: dict[str, str]
     warnings: tuple[str, ...]
     environ: dict[str, str]
+    """The environment, and what an `--env-file` adds to it."""
+    pods: pods.Pods | None = None
+    """The pods that form the cluster, if any do."""
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
@@ -35,16 +38,27 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
     """
     line = flags.parse(argv)
     problems = list(line.problems)
+    from_file = env_file.read(line.env_files, environ, problems)
+    differing = env_file.differences(from_file, environ)
+    environ = {**from_file, **environ}
     given: dict[str, Assignment] = {}
     for layer in (_from_files(line.files, problems), _from_environment(environ), line.assignments):
         given.update({assignment.name: assignment for assignment in layer})
+    told = pods.read(environ, given)
+    problems += told.problems
+    given.update({assignment.name: assignment for assignment in told.assignments})
     config = _validate(given, problems)
     if config is None:
         raise ConfigError(tuple(problems))
     origins = {name: assignment.source for name, assignment in given.items()}
     config, warnings = _settle(config, origins)
-    warnings += _unused(environ)
-    return Loaded(config, origins, tuple(warnings), dict(environ))
+    warnings += [*differing, *told.notes, *_unused(environ)]
+    if told.pods is not None and config.ray_address is not None:
+        warnings.append(
+            f"ray_address {config.ray_address} ({origins['ray_address']}) is not used: the pods form a cluster"
+        )
+        config = config.model_copy(update={"ray_address": None})
+    return Loaded(config, origins, tuple(warnings), dict(environ), told.pods)
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[Assignment]:
@@ -52,7 +66,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[Assignment]:
     return [
         Assignment(name, environ[name.upper()], name.upper())
         for name in Config.model_fields
-        if environ.get(name.upper(), "") != ""
+        if environ.get(name.upper(), "") != "" and name not in pods.OPTIONS
     ]
 
 

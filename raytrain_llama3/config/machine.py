@@ -21,12 +21,12 @@ def local_supply(config: Config, environ: Mapping[str, str]) -> DeviceSupply:
 
     Raises `HardwareError` when `device` is cuda and there is no GPU, or the driver does not answer.
     """
-    gpus = [] if config.device == "cpu" else _visible(_gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
-    if gpus:
-        _, _, name, _, _ = gpus[0]
-        least_memory = min(int(memory) for *_, memory, _ in gpus) * 2**20
-        capability = min(float(c) for *_, c in gpus)
-        return DeviceSupply("cuda", (len(gpus),), name, least_memory, capability)
+    found = [] if config.device == "cpu" else _visible(gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
+    if found:
+        _, _, name, _, _ = found[0]
+        least_memory = min(int(memory) for *_, memory, _ in found) * 2**20
+        capability = min(float(c) for *_, c in found)
+        return DeviceSupply("cuda", (len(found),), name, least_memory, capability)
     if config.device == "cuda":
         raise HardwareError(
             "device=cuda: nvidia-smi shows no GPU on this machine; install the driver, or use device=cpu"
@@ -40,7 +40,8 @@ def cores() -> int:
     return len(psutil.Process().cpu_affinity())
 
 
-def _gpus() -> list[list[str]]:
+def gpus() -> list[list[str]]:
+    """Each GPU of this machine as nvidia-smi has it: index, UUID, name, MiB of memory, compute capability."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -49,6 +50,16 @@ def _gpus() -> list[list[str]]:
     except subprocess.TimeoutExpired as error:
         raise HardwareError(f"nvidia-smi has not answered for {_TIMEOUT_S} s: look at the GPU driver") from error
     return [[part.strip() for part in row.split(",")] for row in done.stdout.splitlines() if row.count(",") == 4]
+
+
+def driver() -> str:
+    """The GPU driver's version; empty where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return (done.stdout.splitlines() or [""])[0].strip()
 
 
 def _visible(gpus: list[list[str]], chosen: str | None) -> list[list[str]]:

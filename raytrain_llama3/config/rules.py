@@ -28,6 +28,7 @@ from raytrain_llama3.errors import ConfigError
 __all__ = [
     "adjustments",
     "check_anywhere",
+    "devices_used",
     "is_mock",
     "plan_run",
     "resize",
@@ -130,6 +131,11 @@ def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
     if config.tokenizer_type not in ("auto", tokenizer_type(config)):
         lines.append(f"tokenizer_type {config.tokenizer_type} is not used: the data says {tokenizer_type(config)}")
     return lines
+
+
+def devices_used(config: Config, supply: DeviceSupply) -> list[int]:
+    """Ranks on each node of `supply`."""
+    return _ranks_per_node(config, supply)[0]
 
 
 def is_mock(config: Config) -> bool:

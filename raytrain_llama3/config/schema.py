@@ -2,8 +2,8 @@
 
 The option `tp_size` is the flag `--tp-size`, the variable `TP_SIZE` and the TOML key `tp_size`. A field's docstring
 is its help; `aliases` are Megatron-LM's names for the same thing. The classes are the groups shown by `--help`;
-`Config` is all of them together (those about checkpoints are in `schema_checkpoints`). "The script" is the tutorial's
-train_llama3_8b_dynamic.sh, whose defaults are kept unless the help says why not.
+`Config` is all of them together (those about checkpoints are in `schema_checkpoints`, about pods in `schema_pods`).
+"The script" is the tutorial's train_llama3_8b_dynamic.sh, whose defaults are kept unless the help says why not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from raytrain_llama3.config.schema_base import Options, option
 from raytrain_llama3.config.schema_checkpoints import Checkpoints
+from raytrain_llama3.config.schema_pods import Pods
 from raytrain_llama3.config.values import Auto, Fraction, Offload, Ranks, Recompute, Rehearsal, Split
 
 
@@ -32,6 +33,8 @@ class Hardware(Options):
     """Ray cluster to join, host:port; unset: a Ray of our own, which ends with the run."""
     ray_dashboard: bool = True
     """Serve the Ray dashboard from a Ray of our own."""
+    ray_dashboard_host: str = "127.0.0.1"
+    """Address that the dashboard of a Ray of our own binds to; 0.0.0.0 opens it to the network, behind the token."""
     placement_timeout_s: PositiveInt = 300
     """How long to wait for the cluster to have room for every rank, seconds."""
     store_port: NonNegativeInt = 0
@@ -272,12 +275,12 @@ class Faults(Options):
     """Give cached GPU memory back: 0 never, 1 after an evaluation, 2 after every step."""
 
 
-class Config(Faults, Watching, Checkpoints, Data, Training, Precision, Model, Parallel, Hardware):
+class Config(Faults, Watching, Checkpoints, Data, Training, Precision, Model, Parallel, Pods, Hardware):
     """All options of one run, as asked for: `auto` is still `auto` here (see `plan.RunPlan` for what it became)."""
 
 
 GROUPS: tuple[type[Options], ...] = (
-    Hardware, Parallel, Model, Precision, Training, Data, Checkpoints, Watching, Faults,
+    Hardware, Pods, Parallel, Model, Precision, Training, Data, Checkpoints, Watching, Faults,
 )  # fmt: skip
 
 POSITIONALS = ("checkpoint_path", "tensorboard_logs_path", "tokenizer_arg", "data_arg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.launch.session import Node, address_key
+from raytrain_llama3.launch.session import Node
 from raytrain_llama3.messages import DeviceSlot, RankSpec
 
 
@@ -51,9 +51,9 @@ def choose_nodes(room: Mapping[str, float], wanted: Sequence[int], held: frozens
 
 def slots(devices: Mapping[str, Sequence[int]], nodes: Mapping[str, Node], used: Mapping[str, int]) -> list[DeviceSlot]:
     """The first `used[node]` of each node's `devices`, ready for `assign_ranks`."""
-    ranked = {ip: i for i, ip in enumerate(sorted({nodes[node].ip for node in used}, key=address_key))}
+    ranked = {node: i for i, node in enumerate(sorted(used, key=lambda node: nodes[node].order))}
     return [
-        DeviceSlot(node, nodes[node].ip, ranked[nodes[node].ip], device)
+        DeviceSlot(node, nodes[node].ip, ranked[node], device)
         for node, count in used.items()
         for device in sorted(devices[node])[:count]
     ]

@@ -10,24 +10,29 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import psutil
 
-from raytrain_llama3.config import env
+from raytrain_llama3.config import env, machine
 from raytrain_llama3.config.plan import Device, DeviceSupply
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ClusterFormationError, HardwareError, StoppedBySignal
 from raytrain_llama3.host import end_processes
+from raytrain_llama3.launch import limits
 from raytrain_llama3.launch.dashboard import Dashboard, put_off
 from raytrain_llama3.launch.signals import NEVER, StopSignal
 
 NAMESPACE = "raytrain_llama3"
-_OBJECT_STORE_BYTES = 256 * 2**20
+POD = "raytrain-pod"
+DEVICES = "raytrain-devices"
+STARTED = "raytrain-started"
+CORES, MEMORY, CAPABILITY = "raytrain-cores", "raytrain-memory-bytes", "raytrain-capability"
+"""Labels of the nodes that pods start: the pod's number, its devices, Unix time, and what its devices are."""
 _PROCESS_END_S = 10
 _LONGEST_BASE = 25
 
@@ -35,7 +40,7 @@ _LONGEST_BASE = 25
 ALL_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 # Ray reads these when it is imported.
-_RAY_ENVIRONMENT = ALL_DEVICES_VISIBLE | {
+RAY_ENVIRONMENT = ALL_DEVICES_VISIBLE | {
     # Started through `uv run`, Ray would install the project again for every worker.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Ray runs workers at nice 15: a rank is the reason for this machine, not a guest on it.
@@ -53,6 +58,18 @@ class Node:
     free: dict[str, float]
     port: int = 0
     """Where its raylet listens; 0 where that is not known."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What the pod that started it says of it (`launch.pods`)."""
+
+    @property
+    def pod(self) -> int | None:
+        """The pod's number, where the node is a pod of ours."""
+        return int(self.labels[POD]) if POD in self.labels else None
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorts nodes as ranks follow them: by pod, else by address as a number."""
+        return (self.pod is None, self.pod or 0, address_key(self.ip), self.node_id)
 
     def is_gone(self, timeout_s: float = 0.5) -> bool:
         """Whether its raylet cannot be reached, long before Ray's own health check gives it up."""
@@ -65,25 +82,50 @@ class Node:
         return False
 
 
+class Farewell(Protocol):
+    """What a run says to the other pods when it ends."""
+
+    def tell(self, code: int) -> None:
+        """Let them end with `code`; only the first time counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """A connected Ray cluster. `dashboard` is ours to start where this process started Ray and the user wants one."""
 
     dashboard_url: str = ""
     dashboard: Dashboard | None = None
+    farewell: Farewell | None = None
+    """Tells the other pods how the run ended, where pods formed the cluster."""
 
     def nodes(self) -> list[Node]:
-        """Live nodes, by address as a number, the head's own first where addresses are equal."""
+        """Live nodes, in the order in which ranks follow them; of a pod that came back, the newest alone."""
         from ray._private import state
 
         ray_state: Any = state.state
         free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()
         nodes = [
-            Node(n["NodeID"], n["NodeManagerAddress"], n["Resources"], free.get(n["NodeID"], {}), n["NodeManagerPort"])
+            Node(
+                n["NodeID"],
+                n["NodeManagerAddress"],
+                n["Resources"],
+                free.get(n["NodeID"], {}),
+                n["NodeManagerPort"],
+                n.get("Labels") or {},
+            )
             for n in ray_state.node_table()
             if n["Alive"]
         ]
-        return sorted(nodes, key=lambda node: (address_key(node.ip), node.node_id))
+        return sorted(newest(nodes), key=lambda node: node.order)
+
+
+def newest(nodes: Sequence[Node]) -> list[Node]:
+    """Without the nodes of which a pod has started another since: Ray takes a minute to see that they are gone."""
+    latest: dict[int, float] = {}
+    for node in nodes:
+        if node.pod is not None:
+            latest[node.pod] = max(latest.get(node.pod, 0.0), float(node.labels[STARTED]))
+    return [node for node in nodes if node.pod is None or float(node.labels[STARTED]) == latest[node.pod]]
 
 
 def address_key(ip: str) -> tuple[int, ...]:
@@ -98,12 +140,12 @@ def join(address: str, stop: StopSignal) -> Iterator[Session]:
 
     Raises `ClusterFormationError` with what was tried when nothing answers there, or the token does not fit.
     """
-    env.set_defaults(_RAY_ENVIRONMENT)
+    env.set_defaults(RAY_ENVIRONMENT)
     env.apply({}, env.POD_NAMES)
     import ray
 
     try:
-        context = _init(stop, address=address)
+        context = connect(stop, address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterFormationError(
             f"ray_address {address}: cannot join: {error}. Is `ray start --head` running there? With token "
@@ -118,7 +160,7 @@ def join(address: str, stop: StopSignal) -> Iterator[Session]:
 @contextlib.contextmanager
 def start(config: Config, device: Device, ranks: int, stop: StopSignal) -> Iterator[Session]:
     """Start a Ray of this process's own: own folder, own token, nothing in the home folder, nothing left behind."""
-    folder = _make_folder()
+    folder = make_folder()
     before = _children()
     try:
         yield _start_in(folder, config, device, ranks, stop)
@@ -131,7 +173,8 @@ def start(config: Config, device: Device, ranks: int, stop: StopSignal) -> Itera
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_folder() -> Path:
+def make_folder() -> Path:
+    """A folder for Ray's own files, and for what its workers leave behind."""
     # Ray puts sockets 62 characters below, and a socket's path may have 107.
     base = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="raytrain-", dir=base if len(base) <= _LONGEST_BASE else "/tmp"))
@@ -141,7 +184,7 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    env.set_defaults(_RAY_ENVIRONMENT)
+    env.set_defaults(RAY_ENVIRONMENT)
     # The raylet's environment is what its workers inherit: a pod's RANK must not be in it.
     mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
     # What a killed rank leaves in its temporary folder goes with ours.
@@ -151,11 +194,11 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
     options: dict[str, Any] = {"num_gpus": ranks} if device == "cuda" else {"num_gpus": 0}
     cores = psutil.cpu_count() or 1
     try:
-        _init(
+        connect(
             stop,
             address="local",
             num_cpus=max(cores, ranks),
-            object_store_memory=_OBJECT_STORE_BYTES,
+            object_store_memory=limits.object_store_bytes(),
             _temp_dir=str(folder),
             **options,
         )
@@ -166,7 +209,7 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
     return Session(dashboard=Dashboard() if config.ray_dashboard else None)
 
 
-def _init(stop: StopSignal, **options: Any) -> Any:
+def connect(stop: StopSignal, **options: Any) -> Any:
     """`ray.init`, quiet, in our namespace, with the signals still ours afterwards."""
     import ray
     from ray._private import services, worker
@@ -187,17 +230,31 @@ def _init(stop: StopSignal, **options: Any) -> Any:
     return context
 
 
-def cluster_supply(session: Session, config: Config) -> DeviceSupply:
-    """The devices of a joined cluster, counted by Ray: GPUs, or with `device=cpu` processes as asked for."""
+def cluster_supply(session: Session, config: Config) -> tuple[DeviceSupply, int]:
+    """The devices of a joined cluster, counted by Ray, and the fewest cores of a node.
+
+    GPUs, or with `device=cpu` processes as asked for. What a device has is the least that any node's label says.
+    """
     nodes = session.nodes()
+    cores = int(_least(nodes, CORES) or machine.cores())
     gpus = tuple(int(node.total.get("GPU", 0)) for node in nodes if node.total.get("GPU", 0) >= 1)
+    memory = _least(nodes, MEMORY)
     if config.device != "cpu" and gpus:
         names = {key.split(":", 1)[1] for n in nodes for key in n.total if key.startswith("accelerator_type:")}
-        return DeviceSupply("cuda", gpus, " ".join(sorted(names)))
+        least = None if memory is None else int(memory)
+        return DeviceSupply("cuda", gpus, " ".join(sorted(names)), least, _least(nodes, CAPABILITY)), cores
     if config.device == "cuda":
         raise HardwareError(f"device cuda: none of the cluster's {len(nodes)} nodes offers a GPU to Ray")
-    each = 1 if config.gpus_per_node == "auto" else config.gpus_per_node
-    return DeviceSupply("cpu", (each,) * len(nodes), "CPU", psutil.virtual_memory().total // each)
+    asked = 1 if config.gpus_per_node == "auto" else config.gpus_per_node
+    each = tuple(int(node.labels.get(DEVICES, asked)) for node in nodes)
+    least = psutil.virtual_memory().total // max(each) if memory is None else int(memory)
+    return DeviceSupply("cpu", each, "CPU", least), cores
+
+
+def _least(nodes: Sequence[Node], label: str) -> float | None:
+    """The least that any node says of itself, where all of them do."""
+    values = [float(node.labels[label]) for node in nodes if label in node.labels]
+    return min(values) if values and len(values) == len(nodes) else None
 
 
 def _children() -> set[psutil.Process]:

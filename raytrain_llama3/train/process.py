@@ -75,7 +75,7 @@ def open_process(
         if store is None:
             store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
         _compare_ranks(dist.PrefixStore(f"{rendezvous.prefix}/facts", store), plan, spec, facts, device)
-        _choose_interface(spec.node_ip)
+        choose_interface(spec.node_ip)
         dist.init_process_group(
             backend="gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"{rendezvous.prefix}/world", store),
@@ -178,7 +178,7 @@ def _describe(spec: RankSpec, device: torch.device, store: dist.Store) -> Proces
     )
 
 
-def _choose_interface(node_ip: str) -> None:
+def choose_interface(node_ip: str) -> None:
     """Point gloo and NCCL at the interface that carries `node_ip`, unless the user named one.
 
     A host's name often maps to 127.0.0.1, which gloo would then bind.

@@ -14,7 +14,10 @@ OTHERS = {
     "ray": {"--address", "--block", "--dashboard-host", "--head", "--no-wait", "--num-cpus", "--port", "--working-dir"},
     "benchmarks": {"--faults", "--gb", "--kills", "--kinds", "--null", "--pairs", "--rounds", "--seed", "--steps"},
     "torchrun": {"--max-restarts", "--monitor-interval"},
-    "docker": {"--gpus", "--ipc", "--rm", "--shm-size", "--ulimit"},
+    "docker": {"--gpus", "--ipc", "--network", "--rm", "--shm-size", "--ulimit"},
+    "ray start": {"--autoscaling-config", "--disable-usage-stats", "--max-worker-port", "--min-worker-port"},
+    "pip": {"--no-build-isolation", "--no-cache-dir", "--no-deps", "--quiet"},
+    "apt, venv": {"--no-install-recommends", "--system-site-packages"},
     "tensorboard": {"--logdir"},
     "uv": {"--extra", "--locked", "--python"},
 }
@@ -22,19 +25,19 @@ OTHERS = {
 
 
 def documents() -> list[Path]:
-    folders = (REPOSITORY / folder for folder in ("docs", "examples", "configs"))
+    folders = (REPOSITORY / folder for folder in ("docs", "examples", "configs", "cluster"))
     found = [path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file()]
     return [*REPOSITORY.glob("*.md"), *found]
 
 
 def known_flags() -> set[str]:
-    """Every flag of our commands, read where each is written: the schema, and `cli`'s parser of `data`."""
-    names = {"--config", *schema.FIXED, *schema.IMPLIES}
+    """Every flag of our commands, read where each is written: the schema, and the parsers of `cli` and `commands`."""
+    names = {"--config", "--env-file", *schema.FIXED, *schema.IMPLIES}
     for name in schema.Config.model_fields:
         flags = {schema.flag_of(name), "--" + name, *schema.aliases(name)}
         names |= flags | ({"--no-" + flag[2:] for flag in flags} if schema.is_switch(name) else set())
-    (cli,) = (module for module in modules() if module.name == "cli.py")
-    constants = (node.value for node in ast.walk(cli.tree) if isinstance(node, ast.Constant))
+    commands = [module for module in modules() if module.name == "cli.py" or module.name.startswith("commands/")]
+    constants = (node.value for cli in commands for node in ast.walk(cli.tree) if isinstance(node, ast.Constant))
     return names | {text for text in constants if isinstance(text, str) and FLAG.fullmatch(text)}
 
 

@@ -1,0 +1,64 @@
+"""Every port that a Ray of pods listens on, the same on each node, below the range that the kernel gives away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SPAN = 1100
+"""Ports of a plan, from its base."""
+_WORKERS_FROM = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PortPlan:
+    """`SPAN` ports from `base` on: a few for Ray's services, the rest for its workers, one each."""
+
+    base: int
+
+    @property
+    def gcs(self) -> int:
+        """Ray's head: where nodes join and drivers connect. On pod 0 alone, as is the dashboard."""
+        return self.base
+
+    @property
+    def dashboard(self) -> int:
+        """The dashboard and `ray job submit`."""
+        return self.base + 1
+
+    @property
+    def raylet(self) -> int:
+        """The node manager of each node: open as soon as the node has joined."""
+        return self.base + 2
+
+    @property
+    def services(self) -> dict[str, int]:
+        """`ray start`'s flags for the ports that every node has."""
+        return {
+            "--node-manager-port": self.raylet,
+            "--object-manager-port": self.base + 3,
+            "--dashboard-agent-listen-port": self.base + 4,
+            "--dashboard-agent-grpc-port": self.base + 5,
+            "--metrics-export-port": self.metrics,
+            "--runtime-env-agent-port": self.base + 7,
+        }
+
+    @property
+    def metrics(self) -> int:
+        """Where Prometheus reads a node's metrics."""
+        return self.base + 6
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """First and last port of Ray's worker processes, ranks among them."""
+        return self.base + _WORKERS_FROM, self.last
+
+    @property
+    def last(self) -> int:
+        """The last port of the plan."""
+        return self.base + SPAN - 1
+
+    def __contains__(self, port: int) -> bool:
+        return self.base <= port <= self.last
+
+    def __str__(self) -> str:
+        return f"{self.base}–{self.last}"

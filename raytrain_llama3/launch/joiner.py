@@ -1,0 +1,101 @@
+"""A pod that joins pod 0's Ray, serves as long as that is there, and ends as the driver does."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+from raytrain_llama3.errors import ClusterFormationError, StoppedBySignal
+from raytrain_llama3.launch import addresses, ports, token
+from raytrain_llama3.launch.pod import NotYet, Pod, await_start, ended, own_folder, until
+from raytrain_llama3.launch.ray_node import RayNode, worker_arguments
+from raytrain_llama3.launch.signals import AFTER_ONE, AT_ONCE, StopSignal
+
+_POLL_S = 0.5
+_DIAL_S = 2.0
+_REFUSED_S = 5.0
+_SILENT_S = 20.0
+"""How long the head may not answer before a pod gives it up: it is gone for sure, or perhaps only cut off."""
+
+
+def serve(pod: Pod, stop: StopSignal) -> int:
+    """Another pod: join the head and serve until the driver ends; its exit code.
+
+    A head that goes away is waited for again, as long as at first. Raises `ClusterFormationError` when none comes, and
+    `StoppedBySignal` after `grace_s` of a SIGTERM that the driver does not follow.
+    """
+    has_served = False
+
+    def attempt() -> int | None:
+        with own_folder() as base:
+            return _serve_once(pod, base, stop, again=has_served)
+
+    while True:
+        code = until(pod, time.monotonic() + pod.timeout_s, attempt, "the head")
+        if code is not None:
+            return code
+        has_served = True
+        pod.say("the head is gone: this pod's ranks end, and it waits for a new head")
+
+
+def _serve_once(pod: Pod, base: Path, stop: StopSignal, *, again: bool) -> int | None:
+    """Join and serve; the exit code, or None when the head went away. Raises `NotYet` or `OSError` to try again."""
+    config, plan = pod.loaded.config, pod.plan
+    if stop.is_set:
+        raise StoppedBySignal(f"{stop.name}: ended while there was no head to serve")
+    stop.patience = AT_ONCE
+    head = addresses.resolve(pod.pods.address)
+    socket.create_connection((head, plan.gcs), timeout=_DIAL_S).close()
+    access = token.given(pod.loaded.environ, f"{head}:{plan.gcs}") or token.find(pod.folder, f"{head}:{plan.gcs}")
+    address = config.node_address or addresses.source_towards(head)
+    try:
+        ports.check_free(plan, address, head=False)
+    except ClusterFormationError as error:
+        if not again:
+            raise
+        # What it started before may take a moment to go.
+        raise NotYet(str(error)) from error
+    arguments = [*worker_arguments(plan, address, head), *pod.resources(base)]
+    node = RayNode(arguments, pod.environment(access, base), base)
+    with ended(node, stop):
+        await_start(node, address, plan.raylet)
+        pod.say(f"pod {pod.pods.rank} serves at {address}; the head is {head}:{plan.gcs}")
+        if access.warning:
+            pod.say(f"warning: {access.warning}")
+        stop.patience = AFTER_ONE
+        return _serve(pod, base, node, head, stop)
+
+
+def _serve(pod: Pod, base: Path, node: RayNode, head: str, stop: StopSignal) -> int | None:
+    answered = time.monotonic()
+    leave_by: float | None = None
+    while True:
+        if (code := pod.told_code(base)) is not None:
+            return code
+        refused = _dial(head, pod.plan.gcs)
+        now = time.monotonic()
+        if refused is None:
+            answered = now
+        elif now - answered > (_REFUSED_S if refused else _SILENT_S):
+            return None
+        if not node.is_running:
+            return pod.told_code(base)
+        if stop.is_set and leave_by is None:
+            grace_s = pod.loaded.config.grace_s
+            leave_by = now + grace_s
+            pod.say(f"{stop.name}: this pod serves on until the driver has ended, {grace_s} s at most")
+        if leave_by is not None and now > leave_by:
+            return 143
+        time.sleep(_POLL_S)
+
+
+def _dial(head: str, port: int) -> bool | None:
+    """None if the head's port is open; else whether it was refused (True), or there was no answer at all."""
+    try:
+        socket.create_connection((head, port), timeout=_DIAL_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return None

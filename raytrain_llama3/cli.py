@@ -136,6 +136,7 @@ def _supervise(
     from raytrain_llama3.checkpoint.store import CheckpointStore
     from raytrain_llama3.launch import session
     from raytrain_llama3.launch.checkpoints import starting_point
+    from raytrain_llama3.launch.ray_metrics import RayMetricsSink
     from raytrain_llama3.launch.supervisor import Supervisor
     from raytrain_llama3.train.worker import TrainWorker
 
@@ -147,7 +148,7 @@ def _supervise(
     starting_point(store, plan)
     cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size, stop))
     if cluster.dashboard_url:
-        _say(f"Ray dashboard: http://{cluster.dashboard_url}")
+        _say(f"Ray dashboard: http://{cluster.dashboard_url}{session.token_hint()}")
     c = plan.config
     board = stack.enter_context(
         metrics.open_metrics(
@@ -157,6 +158,7 @@ def _supervise(
             c.wandb_project,
             c.wandb_run_name or c.exp_name,
             c.model_dump(mode="json"),
+            also=[RayMetricsSink(c.exp_name)],
         )
     )
     ray_s = time.monotonic() - began

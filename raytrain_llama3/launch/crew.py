@@ -74,9 +74,11 @@ class Crew:
     def room(self, barred: Collection[str] = ()) -> dict[str, float]:
         """Devices that each living node could give to this run: those that it holds, and those that are free."""
         resource = RESOURCE[self._plan.device]
-        out = self.lost | set(barred)
         # Ray takes a while to notice that a node is gone.
-        nodes = [n for n in self._session.nodes() if n.node_id not in out and not n.is_gone()]
+        there = [n for n in self._session.nodes() if not n.is_gone()]
+        # One that was cut off for a moment is as good as before.
+        self.lost -= {n.node_id for n in there}
+        nodes = [n for n in there if n.node_id not in barred]
         return {n.node_id: self._held_on(n.node_id) or n.free.get(resource, 0.0) for n in nodes}
 
     def usable(self, barred: Collection[str] = ()) -> int:

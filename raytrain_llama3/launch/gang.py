@@ -53,7 +53,11 @@ class Gang:
             raise RankFailed(failures.of_lost_node(first.spec) if gone else self._failure(first, error)) from error
         rendezvous = Rendezvous(first.spec.node_ip, port, prefix)
         plan = ray.put(self.plan)
-        self._running = {m.process.actor.run.remote(plan, m.spec, rendezvous, resume): m for m in self.members}
+        # The task has the rank's name in the dashboard, whichever process it runs in.
+        self._running = {
+            m.process.actor.run.options(name=m.spec.name).remote(plan, m.spec, rendezvous, resume): m
+            for m in self.members
+        }
 
     @property
     def is_running(self) -> bool:

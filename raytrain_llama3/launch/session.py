@@ -257,5 +257,11 @@ def _least(nodes: Sequence[Node], label: str) -> float | None:
     return min(values) if values and len(values) == len(nodes) else None
 
 
+def token_hint() -> str:
+    """Where a person finds the token that this cluster asks for: never the token itself."""
+    path = env.snapshot().get("RAY_AUTH_TOKEN_PATH")
+    return f" (it asks for a token: cat {path})" if path else ""
+
+
 def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))

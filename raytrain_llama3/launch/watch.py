@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.errors import StoppedBySignal
 from raytrain_llama3.launch import report
@@ -14,6 +13,7 @@ from raytrain_llama3.launch.crew import Crew
 from raytrain_llama3.launch.dashboard import Dashboard
 from raytrain_llama3.launch.elastic import Elastic
 from raytrain_llama3.launch.gang import Gang
+from raytrain_llama3.launch.session import token_hint
 from raytrain_llama3.launch.signals import StopSignal
 from raytrain_llama3.launch.watchdog import HangWatch, StragglerWatch
 from raytrain_llama3.messages import Failure, FailureKind, Phase, WorkerReport
@@ -171,8 +171,7 @@ class Watch:
             return
         self._dashboard.open()
         if url := self._dashboard.news():
-            token = env.snapshot().get("RAY_AUTH_TOKEN_PATH")
-            self._metrics.event(f"Ray dashboard: http://{url} (it asks for a token: cat {token})")
+            self._metrics.event(f"Ray dashboard: http://{url}{token_hint()}")
 
 
 def _stages(plan: RunPlan) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -179,11 +179,13 @@ def open_metrics(
     wandb_run_name: str | None,
     config: Mapping[str, object],
     clock: Callable[[], float] = time.monotonic,
+    also: Sequence[Sink] = (),
 ) -> Metrics:
     """Open every sink: lines to `out`, TensorBoard and JSONL files into `folder`, wandb when a project is named.
 
     What an earlier run left in `folder` is continued. A file that cannot be opened costs a warning on `out`; a wandb
     that is not installed, or does not start, raises `ConfigError`. wandb shows `config` as the run's configuration.
+    `also` are sinks that are open already.
     """
     console = ConsoleSink(out, facts)
     openers: list[Callable[[], Sink]] = [
@@ -200,4 +202,4 @@ def open_metrics(
             sinks.append(opener())
         except OSError as error:
             console.write(Event(f"warning: no metrics in {folder} ({error}); training goes on without them"))
-    return Metrics(facts, console, sinks, clock)
+    return Metrics(facts, console, [*sinks, *also], clock)

@@ -18,6 +18,7 @@ from raytrain_llama3.config.load import Loaded, load, table
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.summary import summary
 from raytrain_llama3.errors import ConfigError, RaytrainError
+from raytrain_llama3.launch import result
 from raytrain_llama3.launch.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def _train(argv: list[str]) -> int:
             code, end, numbers = *_ended_badly(error), None
         if session is not None and session.farewell is not None:
             session.farewell.tell(code)
+    result.leave(plan.paths, code, end)
     _say(_closing(plan, code, end, numbers, time.monotonic() - began))
     return code
 
@@ -173,7 +175,7 @@ def _supervise(
 
 def _ended_badly(error: RaytrainError) -> tuple[int, str]:
     _complain(error)
-    return error.exit_code, f"ended by {type(error).__name__}"
+    return error.exit_code, f"ended by {type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 def _ended_well(plan: RunPlan, result: RunResult, ray_s: float) -> str:
@@ -191,6 +193,7 @@ def _closing(plan: RunPlan, code: int, end: str, numbers: Summary | None, second
         f"  exit code    {code}, after {seconds:.1f} s",
         f"  checkpoints  {plan.paths.checkpoints}",
         f"  tensorboard  {plan.paths.tensorboard}",
+        f"  saved        {result.saved(plan.paths)}",
     ]
     return "\n".join(rows)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
+_LOOK_S = 0.1
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -23,11 +26,34 @@ def end_pids(pids: Iterable[int], patience_s: float) -> list[int]:
 
 def end_processes(processes: Iterable[psutil.Process], patience_s: float) -> list[int]:
     """See that `processes` are gone within `patience_s`; kill what is not. Those that remain after as long again."""
-    _, alive = psutil.wait_procs(list(processes), timeout=patience_s)
+    alive = _wait_gone(list(processes), patience_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    return [process.pid for process in psutil.wait_procs(alive, timeout=patience_s)[1]]
+    return [process.pid for process in _wait_gone(alive, patience_s)]
+
+
+def _wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that are still there after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while left := [process for process in processes if not _is_gone(process)]:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            break
+        # A child of ours is waited for, which also takes it off the process table.
+        psutil.wait_procs(left[:1], timeout=min(remaining_s, _LOOK_S))
+    return left
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended. As process 1 of a container we inherit orphans: zombies until they are asked for."""
+    try:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return False
+        os.waitpid(process.pid, os.WNOHANG)
+    except (psutil.NoSuchProcess, ChildProcessError):
+        pass
+    return True
 
 
 def log_tail(path: Path) -> tuple[str, ...]:

@@ -15,6 +15,10 @@ from raytrain_llama3.config.flags import Assignment
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
 
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it in the environment of a submitted job."""
+
+_JOB_STOP_WAIT_S = 3
 _FAST_TEST = {"train_samples": 1000, "lr_decay_samples": 800, "lr_warmup_samples": 100, "global_batch_size": 32}
 
 
@@ -52,7 +56,8 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
         raise ConfigError(tuple(problems))
     origins = {name: assignment.source for name, assignment in given.items()}
     config, warnings = _settle(config, origins)
-    warnings += [*differing, *told.notes, *_unused(environ)]
+    config, cut = _job_grace(config, environ)
+    warnings += [*cut, *differing, *told.notes, *_unused(environ)]
     if told.pods is not None and config.ray_address is not None:
         warnings.append(
             f"ray_address {config.ray_address} ({origins['ray_address']}) is not used: the pods form a cluster"
@@ -151,6 +156,22 @@ def _settle(config: Config, origins: dict[str, str]) -> tuple[Config, list[str]]
             f"{origins['use_bf16']} says {int(config.use_bf16)}, but dtype={config.dtype} decides: use_bf16 is not used"
         )
     return config.model_copy(update=changes), warnings
+
+
+def _job_grace(config: Config, environ: Mapping[str, str]) -> tuple[Config, list[str]]:
+    """A Ray job is killed so many seconds after it is asked to stop: what cannot be done by then is not begun."""
+    if IN_A_JOB not in environ:
+        return config, []
+    text = environ.get("RAY_JOB_STOP_WAIT_TIME_S", "")
+    wait_s = int(float(text)) if text.replace(".", "", 1).isdigit() else _JOB_STOP_WAIT_S
+    if wait_s > config.grace_s:
+        return config, []
+    grace_s = max(wait_s - 1, 1)
+    return config.model_copy(update={"grace_s": grace_s}), [
+        f"grace_s {config.grace_s} becomes {grace_s}: Ray kills a stopped job after {wait_s} s; with "
+        f"RAY_JOB_STOP_WAIT_TIME_S={config.grace_s + 15} in the job's environment, which `submit` sets, it has the "
+        "time to save"
+    ]
 
 
 def _unused(environ: Mapping[str, str]) -> list[str]:

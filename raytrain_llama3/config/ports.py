@@ -48,6 +48,11 @@ class PortPlan:
         return self.base + 6
 
     @property
+    def client(self) -> int:
+        """Ray's client server on the head, which `ray start` does not leave out."""
+        return self.base + 8
+
+    @property
     def workers(self) -> tuple[int, int]:
         """First and last port of Ray's worker processes, ranks among them."""
         return self.base + _WORKERS_FROM, self.last

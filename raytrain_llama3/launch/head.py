@@ -10,7 +10,7 @@ from raytrain_llama3.config import env
 from raytrain_llama3.errors import ClusterFormationError, RaytrainError
 from raytrain_llama3.launch import addresses, ports, session, token
 from raytrain_llama3.launch.farewell import PodsFarewell
-from raytrain_llama3.launch.pod import Pod, await_start, ended, own_folder, until
+from raytrain_llama3.launch.pod import NotYet, Pod, await_start, ended, own_folder, until
 from raytrain_llama3.launch.ray_node import RayNode, head_arguments
 from raytrain_llama3.launch.session import Session
 from raytrain_llama3.launch.signals import NEVER, StopSignal
@@ -37,7 +37,10 @@ def lead(pod: Pod, stop: StopSignal) -> Iterator[Session]:
         arguments = head_arguments(pod.plan, address, config.ray_dashboard_host if config.ray_dashboard else None)
         node = RayNode([*arguments, *pod.resources(base)], pod.environment(access, base), base)
         with ended(node, stop):
-            await_start(node, address, pod.plan.gcs)
+            try:
+                await_start(node, address, pod.plan.gcs)
+            except NotYet as error:
+                raise ClusterFormationError(f"Ray's head does not start: {error}") from error
             with _connected(pod, access, address, node, stop) as formed:
                 _await_pods(pod, formed, node, deadline)
                 yield formed

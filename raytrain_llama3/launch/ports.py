@@ -16,7 +16,7 @@ _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 
 def check_free(plan: PortPlan, address: str, *, head: bool) -> None:
     """Raise `ClusterFormationError` naming every service port that is taken here, and who has it."""
-    services = {"head": plan.gcs, "dashboard": plan.dashboard} if head else {}
+    services = {"head": plan.gcs, "dashboard": plan.dashboard, "client": plan.client} if head else {}
     services |= {flag.removeprefix("--").removesuffix("-port"): port for flag, port in plan.services.items()}
     taken = [f"{port} ({name}{_holder(port)})" for name, port in services.items() if not _is_free(address, port)]
     if taken:

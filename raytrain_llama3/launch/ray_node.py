@@ -66,7 +66,7 @@ class RayNode:
 
 def head_arguments(plan: PortPlan, address: str, dashboard_host: str | None) -> list[str]:
     """`ray start`'s flags for pod 0; without a host there is no dashboard."""
-    arguments = ["--head", f"--port={plan.gcs}", "--ray-client-server-port=0", "--disable-usage-stats"]
+    arguments = ["--head", f"--port={plan.gcs}", f"--ray-client-server-port={plan.client}", "--disable-usage-stats"]
     if dashboard_host is None:
         arguments += ["--include-dashboard=false"]
     else:

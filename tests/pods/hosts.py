@@ -19,6 +19,8 @@ import pytest
 from sandbox import Command
 
 ROOT = Path(__file__).resolve().parents[2]
+ENTER = '"$@"'
+"""In a shell: the arguments that stand after the script."""
 IN_CI = "RAYTRAIN_NO_SKIP"
 _SUBNET = "10.77.83"
 
@@ -57,6 +59,7 @@ class Host:
     def __init__(self, network: Network, name: str, number: int) -> None:
         self.name, self.address = name, f"{_SUBNET}.{number}"
         self._network, self._space, self._wire = network, f"rt{network.mark}-{number}", f"rt{network.mark}v{number}"
+        self.mark = f"{network.mark}-{number}"
         self._hosts = Path("/etc/netns") / self._space / "hosts"
         self._hosts.parent.mkdir(parents=True)
         # As Debian has it: the host's own name is a loopback address to itself.

@@ -107,7 +107,7 @@ def test_help_shows_every_option_and_command() -> None:
     assert ended.code == 0
     assert not HEAVY & ended.imported
     shown = {line.split()[0] for line in ended.out.splitlines() if line.startswith("  --")}
-    assert shown == {"--config"} | {flag_of(name) for name in Config.model_fields}
+    assert shown == {"--config", "--env-file"} | {flag_of(name) for name in Config.model_fields}
     assert all(f"raytrain-llama3 {command}" in ended.out for command in ("[train]", "plan", "data"))
 
 

@@ -77,8 +77,9 @@ class Crew:
         # Ray takes a while to notice that a node is gone.
         there = [n for n in self._session.nodes() if not n.is_gone()]
         # One that was cut off for a moment is as good as before.
-        self.lost -= {n.node_id for n in there}
-        nodes = [n for n in there if n.node_id not in barred]
+        self.lost -= {n.node_id for n in there if n.port}
+        out = self.lost | set(barred)
+        nodes = [n for n in there if n.node_id not in out]
         return {n.node_id: self._held_on(n.node_id) or n.free.get(resource, 0.0) for n in nodes}
 
     def usable(self, barred: Collection[str] = ()) -> int:

@@ -10,6 +10,7 @@ from raytrain_llama3.config import env
 from raytrain_llama3.errors import ClusterFormationError, RaytrainError
 from raytrain_llama3.launch import addresses, ports, session, token
 from raytrain_llama3.launch.farewell import PodsFarewell
+from raytrain_llama3.launch.guard import guard
 from raytrain_llama3.launch.pod import NotYet, Pod, await_start, ended, own_folder, until
 from raytrain_llama3.launch.ray_node import RayNode, head_arguments
 from raytrain_llama3.launch.session import Session
@@ -59,7 +60,8 @@ def _connected(pod: Pod, access: Access, address: str, node: RayNode, stop: Stop
     formed = Session(context.dashboard_url or "", farewell=PodsFarewell())
     code = 1
     try:
-        yield formed
+        with guard(lambda: "" if node.is_running else f"Ray's head ended: {node.last_words}"):
+            yield formed
     except RaytrainError as error:
         code = error.exit_code
         raise

@@ -80,7 +80,10 @@ def _serve(pod: Pod, base: Path, node: RayNode, head: str, stop: StopSignal) -> 
         elif now - answered > (_REFUSED_S if refused else _SILENT_S):
             return None
         if not node.is_running:
-            return pod.told_code(base)
+            code = pod.told_code(base)
+            if code is None:
+                pod.say(f"Ray ended here: {node.last_words}")
+            return code
         if stop.is_set and leave_by is None:
             grace_s = pod.loaded.config.grace_s
             leave_by = now + grace_s

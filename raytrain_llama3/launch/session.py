@@ -25,6 +25,7 @@ from raytrain_llama3.errors import ClusterFormationError, HardwareError, Stopped
 from raytrain_llama3.host import end_processes
 from raytrain_llama3.launch import limits
 from raytrain_llama3.launch.dashboard import Dashboard, put_off
+from raytrain_llama3.launch.guard import guard, silence
 from raytrain_llama3.launch.signals import NEVER, StopSignal
 
 NAMESPACE = "raytrain_llama3"
@@ -151,8 +152,10 @@ def join(address: str, stop: StopSignal) -> Iterator[Session]:
             f"ray_address {address}: cannot join: {error}. Is `ray start --head` running there? With token "
             "authentication, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be set here too"
         ) from error
+    gcs = str(context.address_info["gcs_address"])
     try:
-        yield Session(dashboard_url=context.dashboard_url or "")
+        with guard(silence(gcs)):
+            yield Session(dashboard_url=context.dashboard_url or "")
     finally:
         ray.shutdown()
 

@@ -9,7 +9,7 @@ from planning import TINY, cpu, planned
 
 from raytrain_llama3.config.plan import DeviceSupply
 from raytrain_llama3.launch.placement import assign_ranks, choose_nodes, no_room, slots
-from raytrain_llama3.launch.session import Node, address_key
+from raytrain_llama3.launch.session import DEVICES, POD, STARTED, Node, address_key, newest
 from raytrain_llama3.messages import DeviceSlot, RankSpec
 
 NOBODY = frozenset[str]()
@@ -191,3 +191,20 @@ def test_without_room_for_processes_cpus_are_counted() -> None:
     assert "wanted CPU 2 on 1 node; 10.0.0.1: 1 of 4 free; " in text
     assert "10.0.0.2: 0 of 0 free" in text
     assert text.endswith(BUSY)
+
+
+def of_pod(pod: int, ip: str, started: float) -> Node:
+    labels = {POD: str(pod), STARTED: f"{started:.3f}", DEVICES: "2"}
+    return Node(f"{pod}-{started:g}", ip, {"CPU": 2.0}, {"CPU": 2.0}, 1, labels)
+
+
+def test_ranks_follow_the_pods_numbers_whatever_their_addresses() -> None:
+    nodes = [of_pod(1, "10.0.0.1", 5), of_pod(0, "10.0.0.9", 5), of_pod(2, "10.0.0.5", 5), node("10.0.0.2", 2)]
+    found = ranks(granted(*((n, [0, 1], 2) for n in nodes)))
+    assert [s.node_ip for s in found[::2]] == ["10.0.0.9", "10.0.0.1", "10.0.0.5", "10.0.0.2"]
+
+
+def test_of_a_pod_that_came_back_only_the_newest_node_counts() -> None:
+    former, newer, other = of_pod(1, "10.0.0.1", 5), of_pod(1, "10.0.0.1", 9), of_pod(0, "10.0.0.9", 2)
+    foreign = node("10.0.0.2", 2)
+    assert newest([former, foreign, newer, other]) == [foreign, newer, other]

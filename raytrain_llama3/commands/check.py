@@ -75,7 +75,7 @@ def _check(
 
     session, supply = _cluster(loaded, pod, stack, stop)
     folder = rules.run_paths(loaded.config, Path.cwd()).checkpoints
-    environ = env.for_workers(loaded.environ, supply.device, 1)
+    environ = env.for_workers(loaded.environ, supply.device, supply.device_name, 1)
     findings = check.check(session, supply, folder, DeviceProbe, environ)
     write((check.as_json(findings) if as_json else check.as_table(findings)) + "\n")
     code = 0 if check.is_good(findings) else HardwareError.exit_code

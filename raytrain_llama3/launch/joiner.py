@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 
+from raytrain_llama3.config.pods import is_loopback
 from raytrain_llama3.errors import ClusterFormationError, StoppedBySignal
 from raytrain_llama3.launch import addresses, ports, token
 from raytrain_llama3.launch.pod import NotYet, Pod, await_start, ended, own_folder, until
@@ -46,6 +47,10 @@ def _serve_once(pod: Pod, base: Path, stop: StopSignal, *, again: bool) -> int |
         raise StoppedBySignal(f"{stop.name}: ended while there was no head to serve")
     stop.patience = AT_ONCE
     head = addresses.resolve(pod.pods.address)
+    if is_loopback(head):
+        raise NotYet(
+            f"MASTER_ADDR {pod.pods.address} resolves to {head} here, which is this pod itself: give pod 0's address"
+        )
     socket.create_connection((head, plan.gcs), timeout=_DIAL_S).close()
     access = token.given(pod.loaded.environ, f"{head}:{plan.gcs}") or token.find(pod.folder, f"{head}:{plan.gcs}")
     address = config.node_address or addresses.source_towards(head)

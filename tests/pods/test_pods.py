@@ -24,6 +24,7 @@ PORT = 21000
 """Not the default, so as to see that everything moves."""
 OPEN = ("--ray-port", str(PORT), "--ray-dashboard-host", "0.0.0.0")
 REFERENCE_STEPS = 60
+TOKEN = "a-token-by-the-platforms-secret"
 
 
 class Pods:
@@ -247,12 +248,43 @@ def test_pods_with_different_numbers_of_devices_train_and_end_with_0(hosts: list
         pods.end()
 
 
+def test_check_in_every_pod_tries_all_devices_and_finds_the_folder_that_is_not_shared(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    hosts[1].knows(hosts[0])
+    folder = tmp_path / "not-shared"
+    folder.mkdir()
+    # A disk of its own in each pod, and so a token by the platform's secret.
+    script = f"mount -t tmpfs none {folder} && exec {ENTER}"
+    program = ["sh", "-c", script, "sh", *train("check", "--json", "--checkpoint-path", str(folder), *OPEN)]
+    given = {"MASTER_ADDR": hosts[0].name, "WORLD_SIZE": "2", "RAY_AUTH_TOKEN": TOKEN, "DEVICE": "cpu"}
+    pods = [hosts[n].pod(program, tmp_path, **given, RANK=str(n), GPUS_PER_NODE=str(n + 1)) for n in range(2)]
+    try:
+        assert [pod.wait() for pod in pods] == [2, 2], pods[0].command.output
+    finally:
+        for pod in pods:
+            pod.kill()
+    told = json.loads(pods[0].command.output)
+    assert told["ok"] is False
+    (bad,) = [finding for finding in told["findings"] if finding["verdict"] == "BAD"]
+    assert (bad["what"], bad["where"]) == ("shared folder", hosts[1].address)
+    assert "give a checkpoint_path on storage that they share" in bad["remedy"]
+    values = {finding["what"]: finding["value"] for finding in told["findings"]}
+    assert values["all-reduce"].startswith("3 devices, ")
+    tried = [finding["where"] for finding in told["findings"] if finding["what"] == "attention"]
+    assert tried == [f"{hosts[0].address} device 0", f"{hosts[1].address} device 0", f"{hosts[1].address} device 1"]
+    places = {finding["value"].split(",")[0] for finding in told["findings"] if finding["what"] == "network"}
+    assert places == {f"{host.address} on eth0" for host in hosts[:2]}
+    assert TOKEN not in pods[0].command.output + pods[1].command.output
+
+
 @pytest.mark.parametrize(
     ("rank", "environment", "told"),
     [
         (1, {"MASTER_ADDR": "nowhere"}, "MASTER_ADDR nowhere does not resolve here"),
         (0, {"MASTER_ADDR": "nowhere"}, "MASTER_ADDR nowhere does not resolve here"),
         (1, {}, f"worker-0:{PORT} does not answer"),
+        (1, {"MASTER_ADDR": "worker-1"}, "MASTER_ADDR worker-1 resolves to 127.0.1.1 here, which is this pod itself"),
         (0, {}, "pods 1, 2 of 3 did not join within join_timeout_s 5 s"),
     ],
 )

@@ -309,9 +309,9 @@ def test_a_port_in_use_is_named_with_who_holds_it_and_the_flag_that_moves_it(hos
     listen = f"import socket; s = socket.create_server(('', {PORT + 2})); print('listens', flush=True); s.accept()"
     pods = Pods(hosts, tmp_path)
     # In the pod itself, before the command.
-    script = f'python -c "{listen}" & sleep 2; exec python -m raytrain_llama3 {ENTER}'
+    script = f'"$1" -c "{listen}" & sleep 2; exec {ENTER}'
     given = {"MASTER_ADDR": "worker-0", "WORLD_SIZE": "3", "RANK": "0"}
-    pod = hosts[0].pod(["sh", "-c", script, "sh", *MODEL, *OPEN], tmp_path, **given)
+    pod = hosts[0].pod(["sh", "-c", script, "sh", *train(*MODEL, *OPEN)], tmp_path, **given)
     pods.now[0] = pod
     try:
         assert pod.wait() == 139, pod.command.output

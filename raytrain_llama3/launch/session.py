@@ -61,6 +61,8 @@ class Node:
     """Where its raylet listens; 0 where that is not known."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """What the pod that started it says of it (`launch.pods`)."""
+    refused: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The session's nodes whose raylet refused a connection: it has ended, whoever listens at its port later."""
 
     @property
     def pod(self) -> int | None:
@@ -78,9 +80,12 @@ class Node:
             return False
         try:
             socket.create_connection((self.ip, self.port), timeout=timeout_s).close()
+        except ConnectionRefusedError:
+            self.refused.add(self.node_id)
         except OSError:
+            # Perhaps only its cable.
             return True
-        return False
+        return self.node_id in self.refused
 
 
 class Farewell(Protocol):
@@ -98,6 +103,8 @@ class Session:
     dashboard: Dashboard | None = None
     farewell: Farewell | None = None
     """Tells the other pods how the run ended, where pods formed the cluster."""
+    refused: set[str] = field(default_factory=set)
+    """Ids of nodes whose raylet has ended, which may take Ray a minute to see (`Node.is_gone`)."""
 
     def nodes(self) -> list[Node]:
         """Live nodes, in the order in which ranks follow them; of a pod that came back, the newest alone."""
@@ -113,6 +120,7 @@ class Session:
                 free.get(n["NodeID"], {}),
                 n["NodeManagerPort"],
                 n.get("Labels") or {},
+                self.refused,
             )
             for n in ray_state.node_table()
             if n["Alive"]

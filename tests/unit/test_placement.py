@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
 from collections.abc import Sequence
 
 import pytest
@@ -208,3 +209,19 @@ def test_of_a_pod_that_came_back_only_the_newest_node_counts() -> None:
     former, newer, other = of_pod(1, "10.0.0.1", 5), of_pod(1, "10.0.0.1", 9), of_pod(0, "10.0.0.9", 2)
     foreign = node("10.0.0.2", 2)
     assert newest([former, foreign, newer, other]) == [foreign, newer, other]
+
+
+def test_a_raylet_that_refused_is_gone_whoever_listens_at_its_port_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        refused = set[str]()
+        former, newer = (Node(name, "127.0.0.1", {}, {}, port, refused=refused) for name in ("former", "newer"))
+        assert not former.is_gone()
+    assert former.is_gone()
+    with socket.create_server(("127.0.0.1", port)):
+        assert former.is_gone()
+        assert not newer.is_gone()
+    # Nothing answers there: perhaps only for now.
+    silent = Node("silent", "255.255.255.255", {}, {}, port, refused=refused)
+    assert silent.is_gone(timeout_s=0.05)
+    assert refused == {"former"}

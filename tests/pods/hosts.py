@@ -156,6 +156,13 @@ class Pod:
     def wait(self) -> int:
         return self.command.wait()
 
+    def outcome(self) -> tuple[int, str]:
+        """Its exit code and output; nothing of it is left, also when the wait for it is cut short."""
+        try:
+            return self.wait(), self.command.output
+        finally:
+            self.kill()
+
 
 def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]

@@ -45,7 +45,7 @@ class Stranger:
     def _run(self, program: list[str], token: Path | None, timeout_s: int = 90) -> tuple[int, str]:
         limited = ["timeout", "-k", "5", str(timeout_s), *program]
         pod = self._host.pod(limited, self._work, RAY_USAGE_STATS_ENABLED="0", **self._environment(token))
-        return pod.wait(), pod.command.output
+        return pod.outcome()
 
     def _http(self, port: int, path: str, token: Path | None, body: bool = False) -> str:
         header = ["-H", f"Authorization: Bearer {token.read_text()}"] if token else []

@@ -54,10 +54,10 @@ def _connected(pod: Pod, access: Access, address: str, node: RayNode, stop: Stop
     import ray
 
     try:
-        context = session.connect(stop, address=f"{address}:{pod.plan.gcs}", _node_ip_address=address)
+        session.connect(stop, address=f"{address}:{pod.plan.gcs}", _node_ip_address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterFormationError(f"Ray's head does not serve: {error}; it said: {node.last_words}") from error
-    formed = Session(context.dashboard_url or "", farewell=PodsFarewell())
+    formed = Session(_dashboard_url(pod, address), farewell=PodsFarewell())
     code = 1
     try:
         with guard(lambda: "" if node.is_running else f"Ray's head ended: {node.last_words}"):
@@ -70,6 +70,15 @@ def _connected(pod: Pod, access: Access, address: str, node: RayNode, stop: Stop
         assert formed.farewell is not None
         formed.farewell.tell(code)
         ray.shutdown()
+
+
+def _dashboard_url(pod: Pod, address: str) -> str:
+    """host:port as Ray was told: it says so itself only once the dashboard serves, seconds after the head does."""
+    config = pod.loaded.config
+    if not config.ray_dashboard:
+        return ""
+    host = address if config.ray_dashboard_host in ("0.0.0.0", "::") else config.ray_dashboard_host
+    return f"{host}:{pod.plan.dashboard}"
 
 
 def _await_pods(pod: Pod, formed: Session, node: RayNode, deadline: float) -> None:

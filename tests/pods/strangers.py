@@ -10,11 +10,14 @@ from pathlib import Path
 from hosts import Host, python
 
 RAY = str(Path(sys.executable).with_name("ray"))
-_CONNECT = """
+_ASK_THE_HEAD = """
+from ray._raylet import GcsClient
+print("it ran", GcsClient(address="{head}:{port}").get_all_node_info(timeout=10))
+"""
+_RUN_AS_A_CLIENT = """
 import ray
-ray.init(address="{address}", log_to_driver=False)
-decorated = ray.remote(num_cpus=0)(lambda: "it ran")
-print(ray.get(decorated.remote()))
+ray.init("ray://{head}:{port}")
+print(ray.get(ray.remote(num_cpus=0)(lambda: "it ran").remote()))
 """
 
 
@@ -29,9 +32,11 @@ class Stranger:
         found = {
             "dashboard": self._http(self._port + 1, "/api/v0/nodes", token),
             "jobs": self._http(self._port + 1, "/api/jobs/", token),
-            "agent": self._http(self._port + 4, "/api/local_raylet_healthz", token),
+            # Whether a node is in health is all that its agent tells anyone; jobs are handed to it.
+            "agent": self._http(self._port + 4, "/api/job_agent/jobs/any/logs", token),
             "submit": self._submit(token),
-            "connect": self._connect(token),
+            "head": self._python(_ASK_THE_HEAD, self._port, token),
+            "client": self._python(_RUN_AS_A_CLIENT, self._port + 8, token),
             "join": self._join(token),
         }
         return found | (self._look(token) if token else {})
@@ -61,11 +66,11 @@ class Stranger:
             return "it ran"
         return "refused" if "auth" in output.lower() or "401" in output else output
 
-    def _connect(self, token: Path | None) -> str:
-        code, output = self._run(python("-c", _CONNECT.format(address=f"{self._head}:{self._port}")), token)
+    def _python(self, script: str, port: int, token: Path | None) -> str:
+        code, output = self._run(python("-c", script.format(head=self._head, port=port)), token)
         if code == 0 and "it ran" in output:
             return "it ran"
-        return "refused" if code != 0 and "it ran" not in output else output
+        return "refused" if code != 0 and "it ran" not in output and "auth" in output.lower() else output
 
     def _join(self, token: Path | None) -> str:
         """A node of its own, for some seconds; whether the cluster took it is asked of the cluster."""

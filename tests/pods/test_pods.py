@@ -182,7 +182,8 @@ def test_a_lost_pod_and_a_cut_cable_are_lost_nodes_and_the_run_gets_over_both(st
     assert_trained_again_alike(story.board, tolerance=1e-4)
     assert "pod 2 serves at" in story.others["2 again"].output
     # Cut off for so long that it gave its head up: it joined a second time once it could.
-    assert [line.split(" at ")[0] for line in story.others["1"].lines].count("pod 1 serves") == 2
+    served = [line for line in story.others["1"].lines if line.startswith("pod 1 serves at")]
+    assert len(served) >= 2, story.others["1"].output
 
 
 def test_a_new_head_finds_the_pods_again_and_the_run_resumes_by_itself(story: Story) -> None:
@@ -218,16 +219,19 @@ def test_the_token_is_the_owners_alone_and_in_nothing_that_the_run_wrote(story: 
 def test_a_stranger_without_the_token_gets_nowhere(story: Story) -> None:
     assert story.without_token["dashboard"] == "401"
     assert story.without_token["jobs"] == "401"
-    assert story.without_token["agent"] in ("401", "no answer")
+    assert story.without_token["agent"] == "401"
     assert story.without_token["submit"] == "refused"
-    assert story.without_token["connect"] == "refused"
+    assert story.without_token["head"] == "refused"
+    assert story.without_token["client"] == "refused"
     assert story.without_token["join"] == "refused"
 
 
 def test_with_the_token_all_of_it_works(story: Story) -> None:
     assert story.with_token["dashboard"] == "200"
     assert story.with_token["submit"] == "it ran"
-    assert story.with_token["connect"] == "it ran"
+    assert story.with_token["agent"] not in ("401", "no answer")
+    assert story.with_token["head"] == "it ran"
+    assert story.with_token["client"] == "it ran"
     assert story.with_token["join"] == "joined"
 
 

@@ -125,7 +125,7 @@ def test_a_job_succeeds_through_a_cut_connection_and_its_log_is_whole(head: Head
     job.wait_for(r"step +5/60")
     assert proxy.cut() > 0
     assert job.wait() == 0, job.output
-    steps = [int(step) for step in re.findall(r"^step +(\d+)/", job.output, re.MULTILINE)]
+    steps = [int(step) for step in re.findall(r"^step +(\d+)/60 \| loss", job.output, re.MULTILINE)]
     assert steps == list(range(1, 61))
     assert "target reached: step 60" in job.output
     assert job.lines[-1].endswith("exit code 0")

@@ -122,12 +122,13 @@ def _connect(
         supply = machine.local_supply(loaded.config, loaded.environ)
         return None, rules.plan_run(loaded, supply, machine.cores()), supply
     from raytrain_llama3.launch import head, session
+    from raytrain_llama3.launch.supply import cluster_supply
 
     rules.check_anywhere(loaded)
     joined = stack.enter_context(
         session.join(str(loaded.config.ray_address), stop) if pod is None else head.lead(pod, stop)
     )
-    supply, cores = session.cluster_supply(joined, loaded.config)
+    supply, cores = cluster_supply(joined, loaded.config)
     return joined, rules.plan_run(loaded, supply, cores), supply
 
 

@@ -88,6 +88,7 @@ def _cluster(
     loaded: Loaded, pod: Pod | None, stack: contextlib.ExitStack, stop: StopSignal
 ) -> tuple[Session, DeviceSupply]:
     from raytrain_llama3.launch import head, session
+    from raytrain_llama3.launch.supply import cluster_supply
 
     config = loaded.config
     if pod is not None:
@@ -97,4 +98,4 @@ def _cluster(
     else:
         supply = machine.local_supply(config, loaded.environ)
         return stack.enter_context(session.start(config, supply.device, sum(supply.per_node), stop)), supply
-    return joined, session.cluster_supply(joined, config)[0]
+    return joined, cluster_supply(joined, config)[0]

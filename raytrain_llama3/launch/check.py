@@ -16,6 +16,7 @@ from raytrain_llama3.errors import ClusterFormationError
 from raytrain_llama3.launch import node_probe, reservation
 from raytrain_llama3.launch.reservation import NoRoom, Reservation
 from raytrain_llama3.launch.session import ALL_DEVICES_VISIBLE, Node, Session
+from raytrain_llama3.launch.supply import on_node
 from raytrain_llama3.messages import Finding, Verdict
 
 _RESERVE_S = 60
@@ -81,7 +82,7 @@ def _devices(node: Node, device: Device, supply: DeviceSupply) -> int:
 def _look(nodes: Sequence[Node], device: Device, folder: Path) -> list[Finding]:
     import ray
 
-    refs = {_on(node, node_probe.look, node.ip, node.ip, device, str(folder)): node for node in nodes}
+    refs = {on_node(node, node_probe.look, node.ip, node.ip, device, str(folder)): node for node in nodes}
     ray.wait(list(refs), num_returns=len(refs), timeout=_LOOK_S)
     found: list[Finding] = []
     for ref, node in refs.items():
@@ -100,13 +101,13 @@ def _shared_folder(nodes: Sequence[Node], folder: Path) -> list[Finding]:
         return [Finding(_ALL, "shared folder", f"{folder}: one node", Verdict.SKIPPED)]
     name = f".check-{secrets.token_hex(8)}"
     try:
-        ray.get(_on(nodes[0], node_probe.leave, str(folder), name), timeout=_LOOK_S)
+        ray.get(on_node(nodes[0], node_probe.leave, str(folder), name), timeout=_LOOK_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         return [_silent(nodes[0].ip, "shared folder", error)]
     found = []
     for node in nodes[1:]:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            if ray.get(_on(node, node_probe.sees, str(folder), name), timeout=_LOOK_S):
+            if ray.get(on_node(node, node_probe.sees, str(folder), name), timeout=_LOOK_S):
                 found.append(Finding(node.ip, "shared folder", str(folder)))
                 continue
         remedy = "checkpoints are written by all nodes: give a checkpoint_path on storage that they share"
@@ -114,18 +115,8 @@ def _shared_folder(nodes: Sequence[Node], folder: Path) -> list[Finding]:
             Finding(node.ip, "shared folder", f"{folder}: {nodes[0].ip}'s file is not there", Verdict.BAD, remedy)
         )
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-        ray.get(_on(nodes[0], node_probe.take_away, str(folder), name), timeout=_LOOK_S)
+        ray.get(on_node(nodes[0], node_probe.take_away, str(folder), name), timeout=_LOOK_S)
     return found
-
-
-def _on(node: Node, function: Any, *arguments: object) -> Any:
-    """Run `function` there; returns a reference."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    remote: Any = ray.remote(num_cpus=0, max_retries=0)
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    return remote(function).options(scheduling_strategy=there).remote(*arguments)
 
 
 def _try_devices(

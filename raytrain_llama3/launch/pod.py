@@ -64,7 +64,6 @@ class Pod:
             session.STARTED: f"{time.time():.3f}",
             session.CORES: machine.cores(),
             session.MEMORY: self.supply.memory_bytes,
-            session.CAPABILITY: self.supply.capability,
         }
         return [
             f"--num-gpus={count if self.supply.device == 'cuda' else 0}",

@@ -18,10 +18,10 @@ from unittest import mock
 
 import psutil
 
-from raytrain_llama3.config import env, machine
-from raytrain_llama3.config.plan import Device, DeviceSupply
+from raytrain_llama3.config import env
+from raytrain_llama3.config.plan import Device
 from raytrain_llama3.config.schema import Config
-from raytrain_llama3.errors import ClusterFormationError, HardwareError, StoppedBySignal
+from raytrain_llama3.errors import ClusterFormationError, StoppedBySignal
 from raytrain_llama3.host import end_processes
 from raytrain_llama3.launch import limits
 from raytrain_llama3.launch.dashboard import Dashboard, put_off
@@ -32,8 +32,8 @@ NAMESPACE = "raytrain_llama3"
 POD = "raytrain-pod"
 DEVICES = "raytrain-devices"
 STARTED = "raytrain-started"
-CORES, MEMORY, CAPABILITY = "raytrain-cores", "raytrain-memory-bytes", "raytrain-capability"
-"""Labels of the nodes that pods start: the pod's number, its devices, Unix time, and what its devices are."""
+CORES, MEMORY = "raytrain-cores", "raytrain-memory-bytes"
+"""Labels of the nodes that pods start: the pod's number, its devices, Unix time, and what each has of the machine."""
 _PROCESS_END_S = 10
 _LONGEST_BASE = 25
 
@@ -239,33 +239,6 @@ def connect(stop: StopSignal, **options: Any) -> Any:
     finally:
         stop.install()
     return context
-
-
-def cluster_supply(session: Session, config: Config) -> tuple[DeviceSupply, int]:
-    """The devices of a joined cluster, counted by Ray, and the fewest cores of a node.
-
-    GPUs, or with `device=cpu` processes as asked for. What a device has is the least that any node's label says.
-    """
-    nodes = session.nodes()
-    cores = int(_least(nodes, CORES) or machine.cores())
-    gpus = tuple(int(node.total.get("GPU", 0)) for node in nodes if node.total.get("GPU", 0) >= 1)
-    memory = _least(nodes, MEMORY)
-    if config.device != "cpu" and gpus:
-        names = {key.split(":", 1)[1] for n in nodes for key in n.total if key.startswith("accelerator_type:")}
-        least = None if memory is None else int(memory)
-        return DeviceSupply("cuda", gpus, " ".join(sorted(names)), least, _least(nodes, CAPABILITY)), cores
-    if config.device == "cuda":
-        raise HardwareError(f"device cuda: none of the cluster's {len(nodes)} nodes offers a GPU to Ray")
-    asked = 1 if config.gpus_per_node == "auto" else config.gpus_per_node
-    each = tuple(int(node.labels.get(DEVICES, asked)) for node in nodes)
-    least = psutil.virtual_memory().total // max(each) if memory is None else int(memory)
-    return DeviceSupply("cpu", each, "CPU", least), cores
-
-
-def _least(nodes: Sequence[Node], label: str) -> float | None:
-    """The least that any node says of itself, where all of them do."""
-    values = [float(node.labels[label]) for node in nodes if label in node.labels]
-    return min(values) if values and len(values) == len(nodes) else None
 
 
 def token_hint() -> str:

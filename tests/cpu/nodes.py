@@ -58,9 +58,9 @@ class Nodes:
         for node in self.living[count:]:
             self._cluster.remove_node(node, allow_graceful=False)
 
-    def add(self) -> None:
-        """Start one more node, and wait until the cluster knows it."""
-        self._cluster.add_node(num_cpus=CPUS, include_dashboard=False, temp_dir=str(self._folder))
+    def add(self, gpus: int = 0) -> None:
+        """Start one more node, and wait until the cluster knows it. `gpus` are there in Ray's books alone."""
+        self._cluster.add_node(num_cpus=CPUS, num_gpus=gpus, include_dashboard=False, temp_dir=str(self._folder))
 
     def raylet(self, node: Any) -> psutil.Process:
         (info,) = node.all_processes["raylet"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import sys
@@ -34,7 +33,7 @@ _COMMANDS_HELP = f"""commands:
   {PROGRAM} plan …          check the same options and show every value, without training
   {PROGRAM} check …         look at every node and try every device
   {PROGRAM} submit … -- …   train as a job of a Ray cluster, and follow it
-  {PROGRAM} data …          tokenize text into Arrow shards, or look at some
+  {PROGRAM} data …          tokenize text into Arrow shards, look at data, convert it
   {PROGRAM} checkpoint …    list, verify and show checkpoints; export to and import from Hugging Face
 """
 
@@ -138,17 +137,19 @@ def _supervise(
     from raytrain_llama3 import data, metrics
     from raytrain_llama3.checkpoint.store import CheckpointStore
     from raytrain_llama3.launch import session
-    from raytrain_llama3.launch.checkpoints import starting_point
+    from raytrain_llama3.launch.checkpoints import changes_since, starting_point
     from raytrain_llama3.launch.ray_metrics import RayMetricsSink
     from raytrain_llama3.launch.supervisor import Supervisor
     from raytrain_llama3.train.worker import TrainWorker
 
-    data.prepare(plan, _say)
+    sources = data.prepare(plan, _say)
     began = time.monotonic()
     store = CheckpointStore(plan.paths.checkpoints, plan.config.max_checkpoints, plan.config.keep_every)
     stack.enter_context(store.lock())
     # Before Ray starts: with only wrecks there, nothing is to be started.
-    starting_point(store, plan)
+    resume = starting_point(store, plan)
+    for line in changes_since(resume, sources.fingerprint(), accept=plan.config.data_changed == "accept"):
+        _say(f"note: data changed: {line}")
     cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size, stop))
     if cluster.dashboard_url:
         _say(f"Ray dashboard: http://{cluster.dashboard_url}{session.token_hint()}")
@@ -167,7 +168,7 @@ def _supervise(
     ray_s = time.monotonic() - began
     try:
         with stop.unwrapped():
-            result = Supervisor(plan, TrainWorker, cluster, store, board, stop).run()
+            result = Supervisor(plan, TrainWorker, cluster, store, board, stop, sources).run()
         code, end = 0, _ended_well(plan, result, ray_s)
     except RaytrainError as error:
         code, end = _ended_badly(error)
@@ -228,35 +229,9 @@ def _plan(argv: list[str]) -> int:
 
 
 def _data(argv: list[str]) -> int:
-    from raytrain_llama3.data import tokenize as tokenizing
-    from raytrain_llama3.data.documents import SUFFIXES
+    from raytrain_llama3 import data_cli
 
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} data", description="Make and look at Arrow shards of token ids.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("tokenize", help="turn text files into a dataset folder")
-    make.add_argument("--input", nargs="+", type=Path, required=True, help="files, or folders to search")
-    make.add_argument("--output", type=Path, required=True, help="the dataset folder to write")
-    make.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a folder that holds one")
-    make.add_argument("--suffixes", nargs="+", help=f"which files of a folder ({' '.join(sorted(SUFFIXES))})")
-    make.add_argument("--seed", type=int, default=0, help="decides the order of documents")
-    make.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
-    look = commands.add_parser("inspect", help="check a dataset folder and say what is in it")
-    look.add_argument("folder", type=Path)
-    given = parser.parse_args(argv)
-    if given.command == "inspect":
-        _say(tokenizing.inspect(given.folder))
-        return 0
-    manifest = tokenizing.tokenize(
-        given.input,
-        given.output,
-        given.tokenizer,
-        suffixes=frozenset(given.suffixes or SUFFIXES),
-        log=_say,
-        seed=given.seed,
-        overwrite=given.overwrite,
-    )
-    _say(f"train on it: --data-arg {given.output} --tokenizer-arg {given.tokenizer} --vocab-size {manifest.vocab_size}")
-    return 0
+    return data_cli.run(PROGRAM, argv, _say)
 
 
 def _checkpoint(argv: list[str]) -> int:

@@ -43,6 +43,18 @@ class DataError(RaytrainError):
     exit_code = 2
 
 
+class DataUnavailableError(DataError):
+    """A filesystem, or the process that reads from it, does not answer: the data itself may be as it should be."""
+
+    exit_code = 138
+
+
+class DataChangedError(DataError):
+    """The data is not what the checkpoint was trained on, so that its samples are others."""
+
+    exit_code = 3
+
+
 class CheckpointError(RaytrainError):
     """One checkpoint cannot be written or read: names its folder and the file."""
 

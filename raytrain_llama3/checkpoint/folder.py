@@ -52,7 +52,6 @@ def clear_partial(path: Path) -> None:
 
 _CONTINUITY = {
     "seed": "samples come in another order: some twice, some never",
-    "data_fingerprint": "the data is another: samples seen before may come again",
     "seq_length": "samples are cut anew: some tokens come twice, some never",
     "tokenizer": "token ids may mean something else",
     "learning_rate": "the learning rate jumps: lr_decay_samples, lr_warmup_samples or a rate was changed",

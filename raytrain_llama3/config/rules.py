@@ -128,6 +128,8 @@ def adjustments(config: Config, supply: DeviceSupply) -> list[str]:
         lines.append("sequence_parallel needs tp_size > 1: switched off")
     if is_mock(config) and config.data_arg.upper() != "MOCK":
         lines.append(f"data_arg {config.data_arg} is not used: without a tokenizer_arg tokens are made up")
+    if config.reset_position_ids:
+        lines.append("reset_position_ids changes nothing: rotary positions count distances, not places")
     if config.tokenizer_type not in ("auto", tokenizer_type(config)):
         lines.append(f"tokenizer_type {config.tokenizer_type} is not used: the data says {tokenizer_type(config)}")
     return lines
@@ -238,6 +240,8 @@ def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
             "fp8_param_gather needs optimizer_moments_dtype fp32: Transformer Engine's Adam has no bf16 moments for "
             "fp8 weights"
         )
+    if c.reset_attention_mask and supply.device == "cuda":
+        yield "reset_attention_mask needs a CPU: the GPU's attention kernels as used here are causal over the sequence"
     if supply.device == "cpu":
         if c.dtype == "fp8":
             yield (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,18 @@ import numpy.typing as npt
 from raytrain_llama3.errors import DataError
 
 BYTES = "bytes"
+_LLAMA3_SPECIALS = 256
+_LLAMA3_PATTERN = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
 _END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
@@ -26,6 +40,10 @@ class Encoder(Protocol):
         """Ids of each document, without its end, `[tokens]`; None where the text is not what the tokenizer takes."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids below `vocab_size`, as well as it can be told."""
+        ...
+
 
 class ByteEncoder:
     """Ids 0 to 255 are the bytes themselves; 256 ends a document. Takes any file."""
@@ -37,6 +55,10 @@ class ByteEncoder:
         """The bytes as they are, uint8."""
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """As UTF-8, without ends of documents."""
+        return bytes(i for i in ids if i < self.end_of_document).decode("utf-8", "replace")
+
 
 class HuggingFaceEncoder:
     """A `tokenizer.json`, run by the `tokenizers` library. Takes UTF-8.
@@ -47,7 +69,7 @@ class HuggingFaceEncoder:
     """
 
     def __init__(self, path: Path) -> None:
-        tokenizers = _import_tokenizers()
+        tokenizers = _imported("tokenizers", "reading a tokenizer.json")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
@@ -67,6 +89,10 @@ class HuggingFaceEncoder:
         )
         return [None if text is None else np.array(next(encoded).ids, dtype=np.uint32) for text in texts]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens by their names."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def _end(self, path: Path) -> int:
         config = path.with_name("tokenizer_config.json")
         names = [*_END_NAMES, *_eos_token(config)]
@@ -80,8 +106,58 @@ class HuggingFaceEncoder:
         )
 
 
+class SentencePieceEncoder:
+    """A SentencePiece `.model`. Takes UTF-8; `</s>`, or whatever the model's end of sequence is, ends a document."""
+
+    def __init__(self, path: Path) -> None:
+        library = _imported("sentencepiece", f"reading {path}")
+        self._model: Any = library.SentencePieceProcessor(model_file=str(path))
+        self.vocab_size = int(self._model.vocab_size())
+        self.end_of_document = int(self._model.eos_id())
+        if self.end_of_document < 0:
+            raise DataError(f"tokenizer {path} has no end of sequence to end documents with")
+
+    def encode(self, documents: Sequence[bytes]) -> list[npt.NDArray[Any] | None]:
+        """Ids, uint32; None for a document that is not UTF-8."""
+        texts = [_decode(document) for document in documents]
+        return [None if t is None else np.array(self._model.encode(t), dtype=np.uint32) for t in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Control symbols are nothing."""
+        return str(self._model.decode(list(ids)))
+
+
+class TiktokenEncoder:
+    """Llama3's own `tokenizer.model`: a list of byte pairs, run by `tiktoken`. Takes UTF-8.
+
+    As in Meta's reader, 256 special ids follow the pairs; the second of them, <|end_of_text|>, ends a document.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library, load = _imported("tiktoken", f"reading {path}"), _imported("tiktoken.load", f"reading {path}")
+        pairs = load.load_tiktoken_bpe(str(path))
+        names = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|special_{i}|>" for i in range(2, _LLAMA3_SPECIALS))]
+        specials = {name: len(pairs) + i for i, name in enumerate(names)}
+        self._encoding: Any = library.Encoding(
+            path.name, pat_str=_LLAMA3_PATTERN, mergeable_ranks=pairs, special_tokens=specials
+        )
+        self.vocab_size = len(pairs) + _LLAMA3_SPECIALS
+        self.end_of_document = specials["<|end_of_text|>"]
+
+    def encode(self, documents: Sequence[bytes]) -> list[npt.NDArray[Any] | None]:
+        """Ids, uint32; None for a document that is not UTF-8."""
+        texts = [_decode(document) for document in documents]
+        return [None if t is None else np.array(self._encoding.encode_ordinary(t), dtype=np.uint32) for t in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens by their names."""
+        return str(self._encoding.decode(list(ids)))
+
+
 def open_encoder(name: str) -> Encoder:
-    """The tokenizer called `name`: "bytes", a tokenizer.json, or a folder that holds one.
+    """The tokenizer called `name`: "bytes", a tokenizer.json, a folder that holds one, or a `.model`.
+
+    A `.model` is a list of byte pairs in base64 (Llama3's, for tiktoken) or else SentencePiece's.
 
     Raises `DataError` when it is not there, cannot be read or has no token to end documents with.
     """
@@ -92,19 +168,33 @@ def open_encoder(name: str) -> Encoder:
         path /= "tokenizer.json"
     if not path.is_file():
         raise DataError(
-            f"tokenizer {name!r}: no file {path}; give {BYTES!r}, a tokenizer.json, or a folder that holds one"
+            f"tokenizer {name!r}: no file {path}; give {BYTES!r}, a tokenizer.json, a folder that holds one, or a "
+            f".model of SentencePiece or tiktoken"
         )
-    return HuggingFaceEncoder(path)
-
-
-def _import_tokenizers() -> Any:
+    if path.suffix == ".json":
+        return HuggingFaceEncoder(path)
     try:
-        import tokenizers
+        return TiktokenEncoder(path) if _is_tiktoken(path) else SentencePieceEncoder(path)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise DataError(f"tokenizer {path} cannot be read: {error}") from error
+
+
+def _is_tiktoken(path: Path) -> bool:
+    """Whether the file begins with a line of base64 and a rank."""
+    with path.open("rb") as file:
+        parts = file.readline(1024).split()
+    try:
+        return len(parts) == 2 and int(parts[1]) >= 0 and bool(base64.b64decode(parts[0], validate=True))
+    except ValueError:
+        return False
+
+
+def _imported(name: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(name)
     except ImportError as error:
-        raise DataError(
-            "reading a tokenizer.json takes the library tokenizers: pip install 'raytrain-llama3[hf]'"
-        ) from error
-    return tokenizers
+        library = name.split(".")[0]
+        raise DataError(f"{purpose} takes the library {library}: pip install 'raytrain-llama3[hf]'") from error
 
 
 def _decode(document: bytes) -> str | None:

@@ -24,13 +24,18 @@ Documents = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One Arrow IPC file. `sha256` covers the documents' token ids, not the bytes of the file."""
+    """One file of documents.
+
+    `sha256` covers the documents' token ids, not the bytes of the file; it is empty where no one has read them all.
+    """
 
     file: str
     documents: int
     tokens: int
     bytes: int
     sha256: str
+    units: tuple[tuple[int, int], ...] | None = None
+    """Documents and tokens of each record batch or row group, so that a remote file need not be read to know them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,10 @@ class Manifest:
     tokenizer: str
     vocab_size: int
     end_of_document: int
-    """Token id that ends every document."""
+    """Token id between documents."""
     shards: tuple[Shard, ...]
+    has_ends: bool = True
+    """Whether every document ends with `end_of_document` as it is stored."""
 
     @property
     def documents(self) -> int:
@@ -50,7 +57,7 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards, ends of documents included."""
+        """Tokens of all shards, ends of documents included where they are stored."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
@@ -60,7 +67,7 @@ class Manifest:
 
     def fingerprint(self) -> str:
         """Changes with the ids, their order, where documents end, and the tokenizer; not with where the folder is."""
-        told = [self.tokenizer, self.vocab_size, self.end_of_document]
+        told: list[Any] = [self.tokenizer, self.vocab_size, self.end_of_document, self.has_ends]
         told += [[shard.documents, shard.tokens, shard.sha256] for shard in self.shards]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
@@ -72,13 +79,22 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        told = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise DataError(
             f"{folder} is not a dataset: it holds no {MANIFEST_FILE}. Make one from text with "
             f"`python -m raytrain_llama3 data tokenize --input PATH --output {folder}`"
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}); restore it or make the dataset again") from error
+    return parse_manifest(str(path), content)
+
+
+def parse_manifest(path: str, content: bytes) -> Manifest:
+    """The manifest with the bytes `content`; `path` is its name for people. Raises `DataError` as above."""
+    try:
+        told = json.loads(content)
+    except ValueError as error:
         raise DataError(f"{path} cannot be read ({error}); restore it or make the dataset again") from error
     try:
         return _from_json(told)
@@ -98,11 +114,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "documents": manifest.documents,
         "tokens": manifest.tokens,
     }
-    (folder / MANIFEST_FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(json.dumps(told) + "\n", encoding="utf-8")
 
 
-def split_documents(manifest: Manifest, split: tuple[float, float, float]) -> tuple[Documents, Documents, Documents]:
-    """Training, validation and test documents, in this order, in proportion to `split` (any scale: 99,1,0).
+def split_documents(total: int, split: tuple[float, float, float]) -> tuple[Documents, Documents, Documents]:
+    """Training, validation and test parts of `total` documents, in proportion to `split` (any scale: 99,1,0).
 
     A part with a share above 0 gets at least one document; the others may be empty ranges.
 
@@ -110,7 +126,6 @@ def split_documents(manifest: Manifest, split: tuple[float, float, float]) -> tu
     """
     if min(split) < 0 or not math.isfinite(sum(split)) or sum(split) == 0:
         raise DataError(f"split {split} must be three numbers, none below 0 and one above, such as 99,1,0")
-    total = manifest.documents
     wanted = sum(share > 0 for share in split)
     if total < wanted:
         raise DataError(
@@ -141,14 +156,26 @@ def _from_json(told: Mapping[str, Any]) -> Manifest:
                 _count(shard, "tokens"),
                 _count(shard, "bytes"),
                 str(shard["sha256"]),
+                _units(shard),
             )
             for shard in told["shards"]
         ),
+        has_ends=bool(told.get("has_ends", True)),
     )
     for name, found in (("documents", manifest.documents), ("tokens", manifest.tokens)):
         if told[name] != found:
             raise ValueError(f"the shards have {found} {name}, the total says {told[name]}")
     return manifest
+
+
+def _units(shard: Mapping[str, Any]) -> tuple[tuple[int, int], ...] | None:
+    told = shard.get("units")
+    if told is None:
+        return None
+    units = tuple((int(rows), int(tokens)) for rows, tokens in told)
+    if (sum(u[0] for u in units), sum(u[1] for u in units)) != (shard["documents"], shard["tokens"]):
+        raise ValueError(f"{shard['file']}: its units do not add up to {shard['documents']} documents")
+    return units
 
 
 def _count(told: Mapping[str, Any], name: str) -> int:

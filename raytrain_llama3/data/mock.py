@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 
 from raytrain_llama3.data.mixing import GOLDEN, Words, mix64, seed_word
-from raytrain_llama3.data.source import Tokens
+from raytrain_llama3.data.source import Indices, Tokens
 
 
 class MockSource:
@@ -30,24 +31,33 @@ class MockSource:
         """Windows in one epoch."""
         return self._windows
 
-    def windows(self, indices: npt.NDArray[np.int64]) -> Tokens:
-        """Make windows: `[len(indices), seq_length + 1]`, int64. Raises `IndexError` outside [0, windows)."""
+    def windows(self, indices: Indices, out: Tokens | None = None) -> Tokens:
+        """Make windows: `[len(indices), seq_length + 1]`, int32. Raises `IndexError` outside [0, windows)."""
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < self._windows:
             raise IndexError(f"window indices must lie in [0, {self._windows}), got {indices.min()} to {indices.max()}")
         pairs = self.seq_length // 2 + 1
         keys = mix64(indices.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(seed_word(self._seed)))
         firsts = self._skewed(mix64(keys[:, None] + np.arange(pairs, dtype=np.uint64) * np.uint64(GOLDEN)))
-        tokens = np.empty((len(indices), 2 * pairs), dtype=np.int64)
+        tokens = np.empty((len(indices), 2 * pairs), dtype=np.int32)
         tokens[:, 0::2] = firsts
         tokens[:, 1::2] = (firsts + np.uint64(1)) % np.uint64(self._vocab_size)
-        return tokens[:, : self.seq_length + 1]
+        if out is None:
+            return tokens[:, : self.seq_length + 1]
+        out[:] = tokens[:, : self.seq_length + 1]
+        return out
 
-    def fingerprint(self) -> str:
-        """Names every value that the tokens follow from, and the version of the recipe."""
-        return (
-            f"mock-1 seed={self._seed} vocab_size={self._vocab_size} seq_length={self.seq_length} "
-            f"windows={self._windows}"
-        )
+    def warm(self, indices: Indices) -> None:
+        """Nothing to do: tokens are made when they are asked for."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Every value that the tokens follow from, and the version of the recipe."""
+        return {
+            "kind": "mock-1",
+            "seed": self._seed,
+            "vocab_size": self._vocab_size,
+            "seq_length": self.seq_length,
+            "windows": self._windows,
+        }
 
     def _skewed(self, words: Words) -> Words:
         """Uniform words to ids: a uniform id, shifted right by a uniform number of bits."""

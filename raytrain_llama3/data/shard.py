@@ -1,116 +1,165 @@
-"""One open shard: Arrow record batches as numpy views of the mapped file, nothing copied."""
+"""One open shard, whatever its format: documents in units (record batches, row groups) that are read one at a time."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raytrain_llama3.data.filesystem import Place
 from raytrain_llama3.data.manifest import Shard
 from raytrain_llama3.errors import DataError
 
-COLUMN = "tokens"
+COLUMNS = ("input_ids", "tokens")
+"""Names of the column of token ids, unless another is given."""
 
 Ids = npt.NDArray[Any]
-"""Token ids as stored, uint16 or uint32, `[tokens]`."""
+"""Token ids as stored, of any integer type, `[tokens]`."""
+Counts = npt.NDArray[np.int64]
 
 
-class OpenShard:
-    """A mapped Arrow IPC file with one column `tokens: list<uint16 | uint32>`, a row a document.
+class Unit:
+    """Documents that are read together. `ends` counts tokens up to the end of each, `[documents]`."""
 
-    Raises `DataError` when the file is missing, cut short, not Arrow, or holds other counts than `shard` says.
+    __slots__ = ("_ends", "ids")
+
+    def __init__(self, ids: Ids, ends: Counts | Callable[[], Counts]) -> None:
+        self.ids, self._ends = ids, ends
+
+    @property
+    def ends(self) -> Counts:
+        """Tokens of the unit up to the end of each document."""
+        if callable(self._ends):
+            self._ends = self._ends()
+        return self._ends
+
+    def with_ends(self, end_of_document: int) -> Unit:
+        """A copy in which every document is followed by `end_of_document`."""
+        type_ = self.ids.dtype if end_of_document <= np.iinfo(self.ids.dtype).max else np.dtype(np.uint32)
+        ends = self.ends + np.arange(1, len(self.ends) + 1, dtype=np.int64)
+        ids = np.empty(len(self.ids) + len(ends), dtype=type_)
+        is_token = np.ones(len(ids), dtype=bool)
+        is_token[ends - 1] = False
+        ids[is_token] = self.ids
+        ids[ends - 1] = end_of_document
+        return Unit(ids, ends)
+
+
+class OpenShard(Protocol):
+    """A shard whose layout is known and whose units are read when asked for. Its methods may be called by threads."""
+
+    is_mapped: bool
+    """Whether a unit costs no memory: its ids are those of the mapped file."""
+    rows: Counts
+    """`[units]`: documents of each."""
+    tokens: Counts
+    """`[units]`: token ids of each, as stored."""
+
+    def load(self, unit: int) -> Unit:
+        """Read one unit. Raises `DataError` naming file and row, or row group."""
+        ...
+
+
+def open_shard(place: Place, shard: Shard, column: str | None) -> OpenShard:
+    """Open a shard of `place` and see that it is what `shard` says.
+
+    Raises `DataError` when it is missing, cut short, of another format, or holds other counts.
     """
-
-    def __init__(self, folder: Path, shard: Shard) -> None:
-        self.path, self.shard = folder / shard.file, shard
-        self._check_size()
-        self._columns = self._open()
-        # `flatten` honours the offsets of a slice, unlike `values`; without nulls it copies nothing.
-        self._ids: list[Ids] = [column.flatten().to_numpy(zero_copy_only=True) for column in self._columns]
-        self._token_starts = _starts([len(ids) for ids in self._ids])
-        self._row_starts = _starts([len(column) for column in self._columns])
-        self._check_counts()
-
-    def copy_tokens(self, start: int, stop: int, out: npt.NDArray[np.int64]) -> None:
-        """Write the shard's tokens [start, stop) into `out`, `[stop - start]`."""
-        batch = int(np.searchsorted(self._token_starts, start, side="right")) - 1
-        done = start
-        while done < stop:
-            base = int(self._token_starts[batch])
-            ids = self._ids[batch][done - base : stop - base]
-            out[done - start : done - start + len(ids)] = ids
-            done += len(ids)
-            batch += 1
-
-    def row_start(self, row: int) -> int:
-        """Tokens of the shard before document `row`; `row` may be the number of documents."""
-        if row == self.shard.documents:
-            return self.shard.tokens
-        batch = int(np.searchsorted(self._row_starts, row, side="right")) - 1
-        ends = self._row_ends(batch)
-        within = row - int(self._row_starts[batch])
-        return int(self._token_starts[batch]) + (int(ends[within - 1]) if within else 0)
-
-    def row_of(self, token: int) -> int:
-        """The document, counted within the shard, that holds token number `token` of the shard."""
-        batch = int(np.searchsorted(self._token_starts, token, side="right")) - 1
-        within = int(np.searchsorted(self._row_ends(batch), token - int(self._token_starts[batch]), side="right"))
-        return int(self._row_starts[batch]) + within
-
-    def documents(self) -> Iterator[Ids]:
-        """Every document's ids, in order, as views."""
-        for batch, ids in enumerate(self._ids):
-            yield from np.split(ids, self._row_ends(batch)[:-1]) if len(self._columns[batch]) else ()
-
-    def _row_ends(self, batch: int) -> npt.NDArray[np.int64]:
-        offsets = self._columns[batch].offsets.to_numpy(zero_copy_only=True)
-        return np.asarray(offsets[1:] - offsets[0], dtype=np.int64)
-
-    def _check_size(self) -> None:
-        try:
-            found = self.path.stat().st_size
-        except OSError as error:
+    name = place.name(shard.file)
+    try:
+        size = place.size(shard.file)
+        if size is None:
+            raise FileNotFoundError("no such file")
+        if size != shard.bytes:
+            how = "truncated" if size < shard.bytes else "not the file that was written"
             raise DataError(
-                f"shard {self.path} cannot be read ({error}); restore it or make the dataset again"
-            ) from error
-        if found != self.shard.bytes:
-            how = "truncated" if found < self.shard.bytes else "not the file that was written"
-            raise DataError(
-                f"shard {self.path} is {how}: {found} bytes, the manifest says {self.shard.bytes}; copy it again or "
-                f"make the dataset again"
+                f"shard {name} is {how}: {size} bytes, it had {shard.bytes}; copy it again or make the dataset again"
             )
+        opened = _open(place, shard.file, column, shard.units)
+    except OSError as error:
+        raise DataError(f"shard {name} cannot be read ({error}); restore it or make the dataset again") from error
+    found = int(opened.rows.sum()), int(opened.tokens.sum())
+    if found != (shard.documents, shard.tokens):
+        raise DataError(
+            f"shard {name} holds {found[0]} documents and {found[1]} tokens, the manifest says {shard.documents} and "
+            f"{shard.tokens}; make the dataset again"
+        )
+    return opened
 
-    def _open(self) -> list[Any]:
-        try:
-            reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
-            schema = reader.schema
-            columns = [reader.get_batch(i).column(COLUMN) for i in range(reader.num_record_batches)]
-            for column in columns:
-                column.validate()
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise DataError(
-                f"shard {self.path} is not an Arrow IPC file with a column {COLUMN!r} ({error}); make the dataset again"
-            ) from error
-        wanted = (pa.list_(pa.uint16()), pa.list_(pa.uint32()))
-        if schema.field(COLUMN).type not in wanted or any(c.null_count or c.flatten().null_count for c in columns):
-            raise DataError(
-                f"shard {self.path}: column {COLUMN!r} is {schema.field(COLUMN).type}, wanted list<uint16> or "
-                f"list<uint32> without nulls; make the dataset again"
-            )
-        return columns
 
-    def _check_counts(self) -> None:
-        found = int(self._row_starts[-1]), int(self._token_starts[-1])
-        if found != (self.shard.documents, self.shard.tokens):
-            raise DataError(
-                f"shard {self.path} holds {found[0]} documents and {found[1]} tokens, the manifest says "
-                f"{self.shard.documents} and {self.shard.tokens}; make the dataset again"
-            )
+def count(place: Place, path: str, size: int, column: str | None) -> Shard:
+    """What is in a shard that no manifest tells of. Raises `DataError` as `open_shard` does."""
+    try:
+        opened = _open(place, path, column, None)
+    except OSError as error:
+        raise DataError(f"shard {place.name(path)} cannot be read ({error})") from error
+    units = tuple(zip(opened.rows.tolist(), opened.tokens.tolist(), strict=True))
+    return Shard(path, sum(rows for rows, _ in units), sum(tokens for _, tokens in units), size, "", units)
+
+
+def _open(place: Place, path: str, column: str | None, units: tuple[tuple[int, int], ...] | None) -> OpenShard:
+    if path.endswith(".parquet"):
+        from raytrain_llama3.data.parquet import ParquetShard
+
+        return ParquetShard(place, path, column)
+    if path.endswith(".idx"):
+        from raytrain_llama3.data.indexed import IndexedShard
+
+        return IndexedShard(place, path)
+    from raytrain_llama3.data.arrow import ArrowShard
+
+    return ArrowShard(place, path, column, units)
+
+
+def column_name(name: str, names: list[str], wanted: str | None) -> str:
+    """The column of token ids among `names`. Raises `DataError` naming the shard when there is none."""
+    for candidate in (wanted,) if wanted else COLUMNS:
+        if candidate in names:
+            return str(candidate)
+    raise DataError(
+        f"shard {name} has no column {wanted or ' or '.join(COLUMNS)}, but {', '.join(names) or 'none at all'}; name "
+        f"the column of token ids with data_column, or tokenize the text with `data tokenize`"
+    )
+
+
+def check_type(name: str, column: str, found: Any) -> None:
+    """Raise `DataError` where a column of Arrow type `found` cannot hold token ids."""
+    is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
+    if not is_list or not pa.types.is_integer(found.value_type):
+        raise DataError(
+            f"shard {name}: column {column!r} is {found}, wanted list<uint16>, list<int32> or another list of whole "
+            f"numbers; tokenize the text with `data tokenize`"
+        )
+
+
+def unit_of(name: str, first_row: int, array: Any) -> Unit:
+    """A list array of token ids as a unit, nothing copied. Raises `DataError` naming file and row for a null."""
+    try:
+        array.validate()
+    except pa.ArrowException as error:
+        raise DataError(f"shard {name}, from row {first_row}: damaged ({error}); restore it") from error
+    if array.null_count:
+        row = first_row + int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+        raise DataError(f"shard {name}, row {row}: null instead of a list of token ids; leave such rows out")
+    values = array.flatten()
+    offsets = array.offsets.to_numpy(zero_copy_only=True)
+    if values.null_count:
+        token = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        row = first_row + int(np.searchsorted(offsets[1:] - offsets[0], token, side="right"))
+        raise DataError(f"shard {name}, row {row}: null among the token ids; leave such rows out")
+    return Unit(values.to_numpy(zero_copy_only=True), lambda: _ends(name, first_row, offsets))
+
+
+def _ends(name: str, first_row: int, offsets: npt.NDArray[Any]) -> Counts:
+    ends = np.asarray(offsets[1:] - offsets[0], dtype=np.int64)
+    backwards = np.flatnonzero(np.diff(ends, prepend=0) < 0)
+    if backwards.size:
+        raise DataError(f"shard {name}, row {first_row + int(backwards[0])}: damaged (it ends before it begins)")
+    return ends
 
 
 class TokenHash:
@@ -127,8 +176,3 @@ class TokenHash:
     def hexdigest(self) -> str:
         """Of all documents so far."""
         return self._hash.hexdigest()
-
-
-def _starts(counts: list[int]) -> npt.NDArray[np.int64]:
-    """`[len(counts) + 1]`: what lies before each, and the total."""
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from raytrain_llama3.checkpoint.folder import MARKER_NAME, iteration_path
+from raytrain_llama3.checkpoint.folder import MARKER_NAME, iteration_path, read_sidecar
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data.state import check_unchanged
 from raytrain_llama3.errors import CheckpointError, NoSafeStateError
 from raytrain_llama3.launch.history import History
 from raytrain_llama3.launch.keepers import Keepers
@@ -28,6 +31,16 @@ def starting_point(store: CheckpointStore, plan: RunPlan) -> ResumePoint | None:
     if other is None:
         raise NoSafeStateError(f"load_path {plan.paths.load}: there is no checkpoint")
     return replace(other, step=0, samples=0, weights_only=True) if plan.config.load_weights_only else other
+
+
+def changes_since(resume: ResumePoint | None, data: Mapping[str, Any], *, accept: bool) -> list[str]:
+    """Lines that say how the data, whose fingerprint is `data`, differs from what `resume` was trained on.
+
+    A start from weights alone takes no samples over. Raises `DataChangedError` with the lines unless `accept`.
+    """
+    if resume is None or resume.weights_only:
+        return []
+    return check_unchanged(read_sidecar(Path(resume.path)).get("data"), data, resume.step, accept=accept)
 
 
 def _named(path: Path, *, verify: bool) -> ResumePoint | None:

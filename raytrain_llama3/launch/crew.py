@@ -125,6 +125,10 @@ class Crew:
         self._hold(chosen)
         return False
 
+    def reservations(self, nodes: Collection[str]) -> dict[str, Reservation]:
+        """What the run holds of `nodes`."""
+        return {node: self._berths[node].reservation for node in nodes}
+
     def start_note(self, used: Mapping[str, int]) -> str:
         """What is about to start, in words."""
         ranks, ready = sum(used.values()), sum(p.facts is not None for n in used for p in self._berths[n].idle)

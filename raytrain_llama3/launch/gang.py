@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raytrain_llama3.config.plan import Device, RunPlan
+from raytrain_llama3.data.feed import Link
 from raytrain_llama3.errors import RaytrainError
 from raytrain_llama3.host import end_pids, log_tail
 from raytrain_llama3.launch import failures
@@ -38,8 +39,11 @@ class Gang:
         self.fold_s = 0.0
         """Seconds that the fault waited for the ranks that fell with it."""
 
-    def run(self, prefix: str, resume: ResumePoint | None) -> None:
-        """Open the store on rank 0's node, tell every rank where it is, and let them train."""
+    def run(self, prefix: str, resume: ResumePoint | None, links: Mapping[int, Link]) -> None:
+        """Open the store on rank 0's node, tell every rank where it is, and let them train.
+
+        `links` is where each rank's batches come from.
+        """
         import ray
 
         first, config = self.members[0], self.plan.config
@@ -55,7 +59,7 @@ class Gang:
         plan = ray.put(self.plan)
         # The task has the rank's name in the dashboard, whichever process it runs in.
         self._running = {
-            m.process.actor.run.options(name=m.spec.name).remote(plan, m.spec, rendezvous, resume): m
+            m.process.actor.run.options(name=m.spec.name).remote(plan, m.spec, rendezvous, resume, links[m.spec.rank]): m
             for m in self.members
         }
 

@@ -12,11 +12,13 @@ from enum import StrEnum
 
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data.sources import Sources
 from raytrain_llama3.errors import CheckpointError, StoppedBySignal
 from raytrain_llama3.launch import recovery, report
 from raytrain_llama3.launch.checkpoints import RunCheckpoints
 from raytrain_llama3.launch.crew import Crew, RankFailed
 from raytrain_llama3.launch.elastic import Elastic
+from raytrain_llama3.launch.feeders import Feeders
 from raytrain_llama3.launch.gang import Gang
 from raytrain_llama3.launch.history import History
 from raytrain_llama3.launch.keepers import Keepers
@@ -62,10 +64,12 @@ class Supervisor:
         store: CheckpointStore,
         metrics: Metrics,
         stop: StopSignal,
+        sources: Sources,
     ) -> None:
         self._session, self._metrics, self._stop = session, metrics, stop
         self._name = f"raytrain-{plan.config.exp_name}-{secrets.token_hex(4)}"
         self._crew = Crew(worker_class, plan, session, self._name)
+        self._feeders = Feeders(sources, plan, self._name)
         self._elastic = Elastic(plan, self._crew)
         self._history = History()
         self._keepers = Keepers(self._crew, self._name, is_wanted=plan.config.memory_checkpoint_interval > 0)
@@ -87,6 +91,7 @@ class Supervisor:
         finally:
             self._stop.patience = NEVER
             self._keepers.close()
+            self._feeders.close()
             self._crew.close()
             self._checkpoints.remove_own_wrecks()
 
@@ -100,6 +105,8 @@ class Supervisor:
         try:
             with self._phase(State.PLACING, "place"):
                 used = self._crew.muster(plan, self._elastic.barred)
+                # Before the ranks, beside whose imports they start unseen.
+                self._feeders.man(self._crew.reservations(used))
             with self._phase(State.STARTING, "start"):
                 self._metrics.event(self._crew.start_note(used))
                 ranks = Gang(plan, self._keepers.assign(self._crew.man(plan, used, attempt)), attempt)
@@ -111,7 +118,7 @@ class Supervisor:
             self._recovery,
         )  # fmt: skip
         try:
-            ranks.run(f"{self._name}-{attempt}", resume)
+            ranks.run(f"{self._name}-{attempt}", resume, self._feeders.links(plan, ranks.members))
             self._enter(State.TRAINING)
             failure = watch.until_end(step)
         except RankFailed as lost:
@@ -121,6 +128,7 @@ class Supervisor:
     def _clear(self, ranks: Gang, watch: Watch, failure: Failure | None) -> list[RankResult] | Failure:
         with self._phase(State.CLEARING, "clear"):
             self._crew.stand_down(ranks.members, ranks.survivors() if self._may_keep(failure) else ())
+            self._feeders.clear()
         self._seconds |= watch.phase_seconds
         if watch.larger is not None:
             self._elastic.plan = watch.larger

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,10 +18,7 @@ from raytrain_llama3.checkpoint.kept import KeptSource
 from raytrain_llama3.checkpoint.reading import FolderSource
 from raytrain_llama3.checkpoint.torch_dist import Progress
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.data import open_sources
-from raytrain_llama3.data.feed import micro_batches
-from raytrain_llama3.data.order import SampleOrder
-from raytrain_llama3.data.source import Tokens, TokenSource
+from raytrain_llama3.data.feed import RankFeed
 from raytrain_llama3.errors import CheckpointError, NonFiniteError
 from raytrain_llama3.messages import (
     EndReason,
@@ -54,16 +51,20 @@ def train(
     reporter: Reporter,
     stop: StopRequest,
     versions: dict[str, str],
+    feed: RankFeed,
     planned: Sequence[PlannedFault] = (),
 ) -> RankResult:
     """Build the model, load `resume` if there is one, and train to the end. Collective over all ranks.
 
-    `planned` are the faults that this rank is to suffer in this attempt.
+    `feed` is closed at the end. `planned` are the faults that this rank is to suffer in this attempt.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(forget_tables)
+        stack.callback(feed.close)
+        # Read while the model is built.
+        feed.begin("train", resume.samples if resume is not None else 0)
         reporter.enter(Phase.MODEL)
-        loop = TrainingLoop(plan, process, resume, reporter, stop, versions)
+        loop = TrainingLoop(plan, process, resume, reporter, stop, versions, feed)
         stack.callback(loop.untie)
         stack.callback(loop.close_saves)
         if resume is not None:
@@ -88,15 +89,13 @@ class TrainingLoop:
         reporter: Reporter,
         stop: StopRequest,
         versions: dict[str, str],
+        feed: RankFeed,
     ) -> None:
         self._plan, self._process, self._reporter, self._stop = plan, process, reporter, stop
-        self._versions = versions
+        self._versions, self._feed = versions, feed
         self._chunks = build_model(plan, process)
         self._optimizer = build_optimizer(plan, self._chunks)
-        self._stepper = Stepper(plan, process, self._chunks, self._optimizer)
-        self._sources = open_sources(plan)
-        self._order = SampleOrder(plan.config.seed, len(self._sources.train))
-        self._eval_order = SampleOrder(plan.config.seed, len(self._sources.valid))
+        self._stepper = Stepper(plan, process, self._chunks, self._optimizer, feed.end_of_document)
         self._step, self._samples = 0, 0
         self._schedule = build_schedule(plan, self._optimizer, 0)
         self._saved_step: int | None = None
@@ -191,7 +190,7 @@ class TrainingLoop:
         ends_at = self._plan.ends_at
         late = self._process.rank == 0 and ends_at is not None and time.time() > ends_at
         outcome = self._stepper.train(
-            self._batches(self._sources.train, self._order, self._samples),
+            self._feed.micro_batches("train", self._samples),
             self._stop.votes(late=late),
             self._compare_in_step if self._replicas else None,
         )
@@ -272,16 +271,19 @@ class TrainingLoop:
         started, total, tokens = time.perf_counter(), 0.0, 0
         batch_size = self._plan.layout.global_batch_size
         # The same windows every time, so that losses compare.
-        rounds = max(1, min(self._plan.config.eval_iters, len(self._sources.valid) // batch_size))
+        rounds = max(1, min(self._plan.config.eval_iters, self._feed.valid_samples // batch_size))
+        self._feed.begin("valid", 0, rounds * batch_size)
         for i in range(rounds):
-            batches = self._batches(self._sources.valid, self._eval_order, i * batch_size)
+            batches = self._feed.micro_batches("valid", i * batch_size)
             batch_total, batch_tokens, self._agreed = self._stepper.evaluate(batches, self._stop.votes())
             self._reporter.at_round()
             if self._agreed.stop:
                 # What is asked for now is a checkpoint, in little time: half an evaluation is worth nothing.
+                self._feed.end("valid")
                 self._reporter.enter(Phase.TRAIN)
                 return
             total, tokens = total + batch_total, tokens + batch_tokens
+        self._feed.end("valid")
         if self._process.rank == 0:
             self._reporter.add(
                 EvalRecord(self._step, total / max(tokens, 1), tokens, time.perf_counter() - started, time.time())
@@ -341,8 +343,5 @@ class TrainingLoop:
         return self._loaded if saved is None else saved
 
     def _sidecar(self) -> dict[str, object]:
-        rate, fingerprint = float(self._optimizer.param_groups[0]["lr"]), self._sources.train.fingerprint()
-        return sidecar_of(self._plan, self._versions, self._samples, rate, fingerprint)
-
-    def _batches(self, source: TokenSource, order: SampleOrder, first_sample: int) -> Iterator[Tokens]:
-        return micro_batches(source, order, first_sample, self._plan.layout, self._process.dp_rank)
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        return sidecar_of(self._plan, self._versions, self._samples, rate, self._feed.fingerprint)

@@ -39,14 +39,16 @@ class OwnWork:
         self._waits.clear()
         self._data_s, self._used = 0.0, 0
 
-    def fetched(self, batches: Iterator[Tokens]) -> Iterator[Tokens]:
+    def fetched(self, batches: Iterator[Tokens | None]) -> Iterator[Tokens | None]:
         """`batches`, with the time that each takes counted."""
         while True:
             began = time.perf_counter()
-            batch = next(batches, None)
-            self._data_s += time.perf_counter() - began
-            if batch is None:
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
+            finally:
+                self._data_s += time.perf_counter() - began
             yield batch
 
     def forward_began(self) -> Any:

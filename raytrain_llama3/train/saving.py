@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch.distributed as dist
 
@@ -60,9 +61,9 @@ def _company(process: Process, stop: StopRequest, name: str) -> Company:
 
 
 def sidecar_of(
-    plan: RunPlan, versions: dict[str, str], samples: int, learning_rate: float, fingerprint: str
+    plan: RunPlan, versions: dict[str, str], samples: int, learning_rate: float, data: dict[str, Any]
 ) -> dict[str, object]:
-    """What is known of a checkpoint without reading it; plain JSON values."""
+    """What is known of a checkpoint without reading it; plain JSON values. `data` is the data's fingerprint."""
     c, layout = plan.config, plan.layout
     return {
         "raytrain_llama3": __version__,
@@ -79,6 +80,6 @@ def sidecar_of(
         "learning_rate": learning_rate,
         "seed": c.seed,
         "seq_length": c.seq_length,
-        "data_fingerprint": fingerprint,
+        "data": data,
         "wall_time": time.time(),
     }

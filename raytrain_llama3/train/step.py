@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -41,16 +41,22 @@ class Stepper:
     """Runs steps and evaluations of one built model."""
 
     def __init__(
-        self, plan: RunPlan, process: Process, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
+        self,
+        plan: RunPlan,
+        process: Process,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        end_of_document: int | None = None,
     ) -> None:
         self._plan, self._process, self._chunks, self._optimizer = plan, process, chunks, optimizer
         self._schedule = get_forward_backward_func()
         # Llama3 has rotary positions; the argument is there for learned ones and is the same for every batch.
         self._positions = torch.arange(plan.config.seq_length, device=process.device)[None]
+        self._end = end_of_document if plan.config.reset_attention_mask else None
         self._own = OwnWork(chunks, on_gpu=plan.device == "cuda")
 
     def train(
-        self, batches: Iterator[Tokens], votes: Votes, before_update: Callable[[bool], None] | None = None
+        self, batches: Iterator[Tokens | None], votes: Votes, before_update: Callable[[bool], None] | None = None
     ) -> StepOutcome:
         """One optimizer step over `num_micro_batches` arrays `[micro_batch, seq_length + 1]` from `batches`.
 
@@ -71,7 +77,7 @@ class Stepper:
         update = apply(self._optimizer, self._plan.config.clip_grad, loss_is_finite=is_finite)
         return StepOutcome(total / max(tokens, 1), tokens, update.grad_norm, update.applied, agreed, own_s)
 
-    def evaluate(self, batches: Iterator[Tokens], votes: Votes) -> tuple[float, int, Votes]:
+    def evaluate(self, batches: Iterator[Tokens | None], votes: Votes) -> tuple[float, int, Votes]:
         """Sum of the loss (nats) and number of tokens over one global batch, without touching the weights.
 
         The third value is all ranks' votes.
@@ -89,7 +95,7 @@ class Stepper:
         """All ranks' votes, outside a step. Collective."""
         return self._agree([], votes)[2]
 
-    def _run(self, batches: Iterator[Tokens], *, forward_only: bool) -> list[Tensor]:
+    def _run(self, batches: Iterator[Tokens | None], *, forward_only: bool) -> list[Tensor]:
         c, layout = self._plan.config, self._plan.layout
         batches = self._own.fetched(batches)
         # With virtual stages every chunk walks the same micro-batches in its own time.
@@ -107,16 +113,32 @@ class Stepper:
             )
         )
 
-    def _forward(self, batches: Iterator[Tokens], model: Any) -> tuple[Tensor, Any]:
-        window = torch.from_numpy(np.ascontiguousarray(next(batches))).to(self._process.device, non_blocking=True)
-        batch = {"tokens": window[:, :-1], "labels": window[:, 1:], "positions": self._positions}
-        if self._plan.layout.cp > 1:
-            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._process.cp_group)
-        tokens, labels = batch["tokens"].contiguous(), batch["labels"].contiguous()
+    def _forward(self, batches: Iterator[Tokens | None], model: Any) -> tuple[Tensor, Any]:
+        window = next(batches)
+        # A stage between the first and the last looks at no tokens, and is given none.
+        batch = {} if window is None else self._on_device(window)
         began = self._own.forward_began()
-        output = model(tokens, batch["positions"], attention_mask=None, labels=labels)
+        output = model(
+            batch.get("tokens"),
+            batch.get("positions"),
+            attention_mask=batch.get("attention_mask"),
+            labels=batch.get("labels"),
+        )
         self._own.forward_ended(began)
         return output, _per_token_loss
+
+    def _on_device(self, window: Tokens) -> dict[str, Tensor]:
+        """What the model takes of a micro-batch `[micro_batch, seq_length + 1]`; ids become int64 on the device."""
+        with warnings.catch_warnings():
+            # The feeder's memory is not to be written to, and nobody does.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            ids = torch.from_numpy(window).to(self._process.device, non_blocking=True).long()
+        batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "positions": self._positions}
+        if self._plan.layout.cp > 1:
+            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._process.cp_group)
+        if self._end is not None:
+            batch["attention_mask"] = within_documents(batch["tokens"], self._end)
+        return {name: part.contiguous() for name, part in batch.items()}
 
     def _agree(self, losses: list[Tensor], votes: Votes) -> tuple[float, int, Votes]:
         """Sum loss, tokens and votes over all ranks in one small all-reduce."""
@@ -137,6 +159,18 @@ def _per_token_loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return total, tokens, torch.stack([total.detach(), tokens.to(total.dtype)])
 
 
-def _each_its_own(batches: Iterator[Tokens], count: int) -> list[Iterator[Tokens]]:
+def within_documents(tokens: Tensor, end_of_document: int) -> Tensor:
+    """What a position must not look at, `[micro_batch, 1, seq, seq]`: what follows it, and other documents.
+
+    `tokens`: `[micro_batch, seq]`. An end-of-document id is the last of its document.
+    """
+    is_end = (tokens == end_of_document).long()
+    document = is_end.cumsum(dim=1) - is_end
+    apart = document[:, :, None] != document[:, None, :]
+    later = torch.ones(apart.shape[1:], dtype=torch.bool, device=tokens.device).triu(1)
+    return (apart | later)[:, None]
+
+
+def _each_its_own(batches: Iterator[Tokens | None], count: int) -> list[Iterator[Tokens | None]]:
     held = list(batches)
     return [iter(held) for _ in range(count)]

@@ -24,6 +24,8 @@ import psutil
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import LOG_HEADER, RunPlan
+from raytrain_llama3.data.feed import Link, RankFeed, local_link, needs_tokens
+from raytrain_llama3.data.trace import SampleTrace
 from raytrain_llama3.host import end_pids, log_tail
 from raytrain_llama3.messages import Phase, ProcessFacts, RankResult, RankSpec, Rendezvous, ResumePoint, WorkerReport
 from raytrain_llama3.train.faults import PlainWords
@@ -74,12 +76,29 @@ class TrainWorker:
             self._store = host_store(host, port, timeout_minutes)
         return int(self._store.port)
 
-    def run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
-        """Train as `spec` until the end. Raises `RankError`, whatever the cause."""
-        with PlainWords(plan):
-            return self._run(plan, spec, rendezvous, resume)
+    def run(
+        self,
+        plan: RunPlan,
+        spec: RankSpec,
+        rendezvous: Rendezvous,
+        resume: ResumePoint | None,
+        link: Link | None = None,
+    ) -> RankResult:
+        """Train as `spec` until the end. Raises `RankError`, whatever the cause.
 
-    def _run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
+        `link` is where batches come from; without one the rank reads the data itself.
+        """
+        with PlainWords(plan):
+            return self._run(plan, spec, rendezvous, resume, link)
+
+    def _run(
+        self,
+        plan: RunPlan,
+        spec: RankSpec,
+        rendezvous: Rendezvous,
+        resume: ResumePoint | None,
+        link: Link | None,
+    ) -> RankResult:
         """In a frame of its own, which can be cleared once it is left."""
         from raytrain_llama3.train.loop import train
         from raytrain_llama3.train.process import open_process
@@ -95,7 +114,12 @@ class TrainWorker:
         self._reporter.enter(Phase.PROCESS_GROUP)
         planned = tuple(f for f in plan.config.rehearse_faults if (f.attempt, f.rank) == (spec.attempt, spec.rank))
         with open_process(plan, spec, rendezvous, self._facts, self._store) as process:
-            return train(plan, process, resume, self._reporter, self._stop, self._facts.versions, planned)
+            log = plan.paths.rank_log(spec.attempt, spec.rank)
+            tap = SampleTrace(log.with_suffix(".samples.jsonl")) if plan.config.trace_samples else None
+            link = link or local_link(plan)
+            has_need = needs_tokens(plan, process.pp_rank)
+            feed = RankFeed(link, plan.layout, process.dp_rank, has_need, self._reporter.add, tap)
+            return train(plan, process, resume, self._reporter, self._stop, self._facts.versions, feed, planned)
 
     def poll(self) -> WorkerReport:
         """Where this rank is and what happened since the last poll."""

@@ -10,9 +10,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from training import plan, spec
 
-from raytrain_llama3.data import open_sources
-from raytrain_llama3.data.feed import micro_batches
-from raytrain_llama3.data.order import SampleOrder
+from raytrain_llama3.data.feed import RankFeed, local_link
 from raytrain_llama3.messages import ProcessFacts, Rendezvous
 from raytrain_llama3.train.model import build_model
 from raytrain_llama3.train.optimizer import build_optimizer
@@ -26,15 +24,14 @@ def test_first_loss_and_gradient_norm_agree(tmp_path: Path) -> None:
     c, layout = run_plan.config, run_plan.layout
     facts = ProcessFacts(0, "here", {}, 0.0, 0.0)
     store = host_store("127.0.0.1", 0, 1)
-    train = open_sources(run_plan).train
-    batches = list(micro_batches(train, SampleOrder(c.seed, len(train)), 0, layout, 0))
+    batches = list(RankFeed(local_link(run_plan), layout, 0).micro_batches("train", 0))
     with open_process(run_plan, spec(0, 1), Rendezvous("127.0.0.1", store.port, "reference"), facts, store) as process:
         chunks = build_model(run_plan, process)
         module = unwrap_model(chunks[0])
         weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
         ours = Stepper(run_plan, process, chunks, build_optimizer(run_plan, chunks)).train(iter(batches), Votes())
     shape = plain_llama.Shape(c.num_layers, c.num_attention_heads, c.num_query_groups, c.kv_channels)
-    loss = torch.stack([plain_llama.loss(weights, shape, torch.from_numpy(b)) for b in batches]).mean()
+    loss = torch.stack([plain_llama.loss(weights, shape, torch.from_numpy(b).long()) for b in batches]).mean()
     loss.backward()
     grad_norm = torch.stack([w.grad.norm() for w in weights.values() if w.grad is not None]).norm()
     assert len(batches) == layout.num_micro_batches > 1

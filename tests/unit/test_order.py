@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raytrain_llama3.data.order import SampleOrder
 
@@ -94,3 +96,44 @@ def test_no_windows(windows):
 def test_negative_sample():
     with pytest.raises(ValueError, match="-3"):
         SampleOrder(1, 10).locate(np.array([4, -3]))
+
+
+BLOCKED = st.tuples(st.integers(0, 2**63), st.integers(1, 3000), st.integers(1, 200), st.integers(0, 3))
+
+
+@given(BLOCKED)
+def test_blocks_too_visit_each_window_once(drawn):
+    seed, windows, block, number = drawn
+    order = SampleOrder(seed, windows, block)
+    assert np.array_equal(np.sort(epoch(order, windows, number)), np.arange(windows))
+
+
+@given(BLOCKED, st.integers(0, 10**12))
+def test_a_sample_in_blocks_does_not_depend_on_what_else_is_asked(drawn, first):
+    seed, windows, block, _ = drawn
+    samples = np.arange(first, first + 50)
+    together = SampleOrder(seed, windows, block).locate(samples)
+    alone = [int(SampleOrder(seed, windows, block).locate(samples[i : i + 1])[0]) for i in (0, 7, 49)]
+    assert [together[0], together[7], together[49]] == alone
+
+
+def test_blocks_keep_reads_near_each_other_and_still_mix():
+    windows, block = 100_000, 100
+    located = epoch(SampleOrder(11, windows, block), windows, 0)
+    for first in range(0, windows - 800, 800):
+        places = np.unique(located[first : first + 800] // block)
+        # Eight blocks, and those of the group next to it where the tail moved the border.
+        assert len(places) <= 17
+    batches = located[:80_000].reshape(-1, 32) // block
+    assert np.mean([len(set(row)) for row in batches.tolist()]) > 6
+    other = epoch(SampleOrder(11, windows, block), windows, 1)
+    assert (located == other).mean() < 0.01
+
+
+def test_the_order_in_blocks_of_earlier_versions_stays():
+    samples = np.array([0, 1, 2, 99, 1233, 1234, 5 * 10**9])
+    assert SampleOrder(1234, 1234, 10).locate(samples).tolist() == [8, 467, 664, 915, 817, 549, 334]
+
+
+def test_without_shuffling_windows_come_as_they_lie():
+    assert SampleOrder(1, 10, 2, shuffle=False).locate(np.arange(25)).tolist() == [i % 10 for i in range(25)]

@@ -1,0 +1,79 @@
+"""Parquet shards, read by row group."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_llama3.data.filesystem import Place
+from raytrain_llama3.data.shard import Counts, Unit, check_type, column_name, unit_of
+from raytrain_llama3.errors import DataError
+
+
+class ParquetShard:
+    """A Parquet file with a column of token ids. How many a row group holds is in the file's footer."""
+
+    is_mapped = False
+
+    def __init__(self, place: Place, path: str, column: str | None) -> None:
+        self._place, self._name = place, place.name(path)
+        # A ParquetFile is not made for several threads.
+        self._lock = threading.Lock()
+        try:
+            self._file: Any = place.reading(self._name, lambda: pq.ParquetFile(place.open(path)))
+            schema = self._file.schema_arrow
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"shard {self._name} is not a Parquet file ({error}); restore it or make the dataset again"
+            ) from error
+        self._column = column_name(self._name, schema.names, column)
+        check_type(self._name, self._column, schema.field(self._column).type)
+        metadata = self._file.metadata
+        leaf = next((i for i in range(metadata.num_columns) if _root(metadata, i) == self._column), 0)
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        self.rows: Counts = np.array([group.num_rows for group in groups], dtype=np.int64)
+        self._first_rows = np.concatenate([[0], np.cumsum(self.rows)])
+        self.tokens: Counts = np.array(
+            [self._count(i, group.column(leaf)) for i, group in enumerate(groups)], dtype=np.int64
+        )
+
+    def load(self, unit: int) -> Unit:
+        """Read and decode one row group."""
+        found = self._read(unit)
+        if len(found.ids) != self.tokens[unit]:
+            raise DataError(
+                f"shard {self._name}, row group {unit} holds {len(found.ids)} tokens, and its footer says "
+                f"{self.tokens[unit]}; restore the shard"
+            )
+        return found
+
+    def _read(self, group: int) -> Unit:
+        name = f"shard {self._name}, row group {group}"
+
+        def read() -> Any:
+            with self._lock:
+                return self._file.read_row_group(group, columns=[self._column]).column(0)
+
+        try:
+            column = self._place.reading(name, read)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{name}: damaged ({error}); restore it") from error
+        array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        if isinstance(array, pa.ChunkedArray):
+            array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
+        return unit_of(self._name, int(self._first_rows[group]), array)
+
+    def _count(self, group: int, chunk: Any) -> int:
+        statistics = chunk.statistics if chunk.is_stats_set else None
+        if statistics is not None and statistics.has_null_count:
+            # An empty list takes a place among the values, and counts as a null there.
+            return int(chunk.num_values - statistics.null_count)
+        return len(self._read(group).ids)
+
+
+def _root(metadata: Any, column: int) -> str:
+    return str(metadata.row_group(0).column(column).path_in_schema).split(".", 1)[0] if metadata.num_row_groups else ""

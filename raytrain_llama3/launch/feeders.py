@@ -1,0 +1,230 @@
+"""Feeders: processes on each node that read the run's data and hand it to the node's ranks through Ray's object store.
+
+A feeder's answer is a pure function of the request, so that one that died is made anew by Ray and asked again. It asks
+for no device and imports no torch. What it reads is bounded by the ranks: each asks for no more than `read_ahead`
+shares before it has used the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data.feed import Request, needs_tokens, read_share
+from raytrain_llama3.data.source import Tokens
+from raytrain_llama3.data.sources import Sources
+from raytrain_llama3.errors import DataUnavailableError, RaytrainError
+from raytrain_llama3.launch.crew import Member
+from raytrain_llama3.launch.reservation import Reservation
+from raytrain_llama3.messages import RankSpec
+
+CONTROL = "control"
+_STORE_BYTES = 96 * 2**20
+"""Of a node's object store, for all shares that are read ahead there: Ray gives it 200 MB where it is ours."""
+_WARM_BATCHES = 8
+_LOOK_S = 0.5
+_RETRY_S = 0.1
+_GONE_S = 120.0
+
+
+class Feeder:
+    """The actor: reads shares, and keeps each in the object store until every rank that needs it has asked for it."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._kept: OrderedDict[Request, tuple[Any, int]] = OrderedDict()
+
+    def take(self, request: Request, takers: int, most: int) -> list[Any]:
+        """A reference to the share, in a list so that Ray does not fetch it for the caller.
+
+        `takers` ranks will ask for it; no more than `most` shares are kept for ranks that have not.
+        """
+        import ray
+
+        ref, asked = self._kept.pop(request, (None, 0))
+        if ref is None:
+            samples = getattr(self._sources, request.part)
+            ref = ray.put(read_share(samples, request))
+            samples.warm(self._soon(request))
+        if asked + 1 < takers:
+            self._kept[request] = ref, asked + 1
+            while len(self._kept) > most:
+                self._kept.popitem(last=False)
+        return [ref]
+
+    def pid(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
+    def kept(self) -> int:
+        """Shares that wait for a rank to ask for them."""
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """Let go of what an attempt that is over has not asked for."""
+        self._kept.clear()
+
+    def _soon(self, request: Request) -> Any:
+        import numpy as np
+
+        count = len(request.samples)
+        return np.arange(request.samples.stop, request.samples.stop + _WARM_BATCHES * count, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class FeederLink:
+    """A rank's end: a `data.feed.Link` that travels to the rank's process."""
+
+    actor: Any
+    takers: int
+    most: int
+    read_ahead: int
+    fingerprint: dict[str, Any]
+    valid_samples: int
+    end_of_document: int | None
+    where: str
+
+    def take(self, request: Request, is_given_up: Callable[[], bool]) -> Tokens:
+        """The share, as a view of the object store's memory; asked for again for as long as the feeder is coming back.
+
+        Raises what reading raised, and `DataUnavailableError` when no feeder has answered for two minutes.
+        """
+        import ray
+
+        deadline = time.monotonic() + _GONE_S
+        while True:
+            try:
+                return self._take(request, is_given_up)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, RaytrainError):
+                    raise error.cause from None
+                raise
+            except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+                # It died, and what it had put died with it: Ray starts it anew, and what it read is read again.
+                if time.monotonic() > deadline or is_given_up():
+                    raise DataUnavailableError(f"{self.where} is gone and does not come back: {error}") from error
+            time.sleep(_RETRY_S)
+
+    def _take(self, request: Request, is_given_up: Callable[[], bool]) -> Tokens:
+        import ray
+
+        asked = self.actor.take.remote(request, self.takers, self.most)
+        (ref,) = _get(asked, is_given_up)
+        found: Tokens = ray.get(ref)
+        return found
+
+
+def _get(ref: Any, is_given_up: Callable[[], bool]) -> Any:
+    import ray
+
+    while not ray.wait([ref], timeout=_LOOK_S)[0]:
+        if is_given_up():
+            raise DataUnavailableError("nobody waits for it any more")
+    return ray.get(ref)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The feeders of one node."""
+
+    reservation: Reservation
+    actors: list[Any] = field(default_factory=list)
+
+
+class Feeders:
+    """The feeders of a run. They outlive attempts, and end with their node's reservation or with `close`."""
+
+    def __init__(self, sources: Sources, plan: RunPlan, name: str) -> None:
+        self._sources, self._plan, self._name = sources, plan, name
+        self._held: dict[str, _Held] = {}
+        self._put: Any = None
+
+    def man(self, reservations: Mapping[str, Reservation]) -> None:
+        """See that each node has its feeders; does not wait for them."""
+        import ray
+
+        for node in [n for n, held in self._held.items() if reservations.get(n) is not held.reservation]:
+            _end(self._held.pop(node))
+        if self._put is None:
+            self._put = ray.put(self._sources)
+        for node, reservation in reservations.items():
+            if node not in self._held:
+                self._held[node] = _Held(reservation, [self._start(reservation, i) for i in range(self._count)])
+
+    def links(self, plan: RunPlan, members: Sequence[Member]) -> dict[int, FeederLink]:
+        """For each rank its link to a feeder of its own node; ranks of one data-parallel rank share a feeder."""
+        specs = [m.spec for m in members]
+        places = {s.rank: _place(plan, s) for s in specs}
+        takers = Counter((s.node_id, places[s.rank][0]) for s in specs if needs_tokens(plan, places[s.rank][1]))
+        shares = Counter(node for node, _ in takers)
+        fingerprint, valid_samples = self._sources.fingerprint(), self._sources.valid.windows
+        links = {}
+        for spec in specs:
+            dp_rank = places[spec.rank][0]
+            ahead = read_ahead(plan, shares[spec.node_id])
+            actors = self._held[spec.node_id].actors
+            links[spec.rank] = FeederLink(
+                actor=actors[dp_rank % len(actors)],
+                takers=takers[spec.node_id, dp_rank],
+                most=2 * ahead * shares[spec.node_id],
+                read_ahead=ahead,
+                fingerprint=fingerprint,
+                valid_samples=valid_samples,
+                end_of_document=self._sources.end_of_document,
+                where=f"the feeder on {spec.node_ip}",
+            )
+        return links
+
+    def clear(self) -> None:
+        """After an attempt: let go of what it left; does not wait."""
+        for held in self._held.values():
+            for actor in held.actors:
+                actor.clear.options(concurrency_group=CONTROL).remote()
+
+    def close(self) -> None:
+        """End them all."""
+        for held in self._held.values():
+            _end(held)
+        self._held = {}
+
+    @property
+    def _count(self) -> int:
+        return self._plan.config.num_workers
+
+    def _start(self, reservation: Reservation, number: int) -> Any:
+        import ray
+
+        decorate: Any = ray.remote
+        actor_class = decorate(concurrency_groups={CONTROL: 1})(Feeder)
+        name = f"feeder-{number}/{reservation.node.node_id[:8]}/{self._name}"
+        options = {"name": name, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": reservation.inside()}
+        return actor_class.options(**options).remote(self._put)
+
+
+def read_ahead(plan: RunPlan, shares: int) -> int:
+    """Global batches to read ahead on a node with `shares` data-parallel ranks, so that the object store holds them."""
+    layout = plan.layout
+    samples = layout.micro_batch_size * layout.num_micro_batches * max(shares, 1)
+    return max(1, min(plan.config.read_ahead, _STORE_BYTES // (samples * (plan.config.seq_length + 1) * 4)))
+
+
+def _place(plan: RunPlan, spec: RankSpec) -> tuple[int, int]:
+    """(data-parallel rank, pipeline stage): Megatron-core counts tensor, context, data, then pipeline ranks."""
+    layout = plan.layout
+    inner = layout.tp * layout.cp
+    return spec.rank // inner % layout.dp, spec.rank // (inner * layout.dp)
+
+
+def _end(held: _Held) -> None:
+    import ray
+
+    for actor in held.actors:
+        # It may be gone already, with its node.
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(actor)

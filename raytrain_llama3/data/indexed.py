@@ -17,7 +17,7 @@ from raytrain_llama3.data.shard import Counts, Unit
 from raytrain_llama3.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQQ")
+_HEADER = "<QBQQ"
 _TYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _UNIT_TOKENS = 1 << 20
 
@@ -63,14 +63,14 @@ class IndexedShard:
 
 def _read_index(path: Path) -> tuple[Any, Any, Any]:
     """Mapped lengths (int32) and places in bytes (int64) of all sequences, and the type of an id."""
-    data = np.memmap(path, mode="r", dtype=np.uint8)
-    head = bytes(data[: len(_MAGIC) + _HEADER.size])
-    if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
+    data = _map(path, np.uint8)
+    start = len(_MAGIC) + struct.calcsize(_HEADER)
+    head = bytes(data[:start])
+    if not head.startswith(_MAGIC) or len(head) < start:
         raise DataError(f"{path} is not one of Megatron's .idx files; restore it")
-    version, code, sequences, documents = _HEADER.unpack(head[len(_MAGIC) :])
+    version, code, sequences, documents = struct.unpack(_HEADER, head[len(_MAGIC) :])
     if version != 1 or code not in _TYPES:
         raise DataError(f"{path}: version {version} with ids of type {code}; only version 1 with whole numbers is read")
-    start = len(head)
     wanted = start + sequences * 12 + documents * 8
     if len(data) < wanted:
         raise DataError(f"{path} is truncated: {len(data)} bytes of {wanted}; restore it")
@@ -80,8 +80,12 @@ def _read_index(path: Path) -> tuple[Any, Any, Any]:
 
 def _map_ids(path: Path, type_: Any) -> Any:
     try:
-        if path.stat().st_size == 0:
-            return np.zeros(0, dtype=type_)
-        return np.memmap(path, mode="r", dtype=type_)
+        return _map(path, type_)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); it belongs beside its .idx") from error
+
+
+def _map(path: Path, type_: Any) -> Any:
+    """An empty file cannot be mapped, and bytes after the last whole id are left out."""
+    count = path.stat().st_size // np.dtype(type_).itemsize
+    return np.memmap(path, mode="r", dtype=type_, shape=(count,)) if count else np.zeros(0, dtype=type_)

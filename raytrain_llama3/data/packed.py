@@ -71,6 +71,8 @@ class PackedSource:
     def warm(self, indices: Indices) -> None:
         """Begin to read the row groups or record batches of these windows, where they are not mapped."""
         stream = self._opened()
+        if stream.is_free:
+            return
         for index in indices.tolist():
             stream.warm(index * self.seq_length, self.seq_length + 1)
 
@@ -115,6 +117,8 @@ class _Stream:
     def __init__(self, dataset: Dataset, documents: Documents) -> None:
         self._dataset = dataset
         self._open: OrderedDict[int, _Shard] = OrderedDict()
+        mapped = dataset.place.is_local and not any(s.file.endswith(".parquet") for s in dataset.shards)
+        self.is_free = mapped and dataset.append is None
         self._units = _UnitCache()
         # Tokens and documents before each shard, and in all.
         shards, ends = dataset.shards, dataset.append is not None

@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data.feed import Request, needs_tokens, read_share
+from raytrain_llama3.data.samples import Samples
 from raytrain_llama3.data.source import Tokens
 from raytrain_llama3.data.sources import Sources
 from raytrain_llama3.errors import DataUnavailableError, RaytrainError
@@ -24,7 +27,6 @@ from raytrain_llama3.launch.crew import Member
 from raytrain_llama3.launch.reservation import Reservation
 from raytrain_llama3.messages import RankSpec
 
-CONTROL = "control"
 _STORE_BYTES = 96 * 2**20
 """Of a node's object store, for all shares that are read ahead there: Ray gives it 200 MB where it is ours."""
 _WARM_BATCHES = 8
@@ -34,24 +36,37 @@ _GONE_S = 120.0
 
 
 class Feeder:
-    """The actor: reads shares, and keeps each in the object store until every rank that needs it has asked for it."""
+    """The actor: reads shares, and keeps each in the object store until every rank that needs it has asked for it.
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    `sources` everywhere is a list of one reference, to the run's `Sources`, which the driver keeps. It comes with each
+    request, since a feeder that Ray makes anew knows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._sources: Sources | None = None
+        self._warmed: dict[str, int] = {}
         self._kept: OrderedDict[Request, tuple[Any, int]] = OrderedDict()
 
-    def take(self, request: Request, takers: int, most: int) -> list[Any]:
+    def begin(self, sources: list[Any]) -> None:
+        """Fetch the sources, while the ranks are still importing."""
+        import ray
+
+        if self._sources is None:
+            self._sources = ray.get(sources[0])
+
+    def take(self, sources: list[Any], request: Request, takers: int, most: int) -> list[Any]:
         """A reference to the share, in a list so that Ray does not fetch it for the caller.
 
         `takers` ranks will ask for it; no more than `most` shares are kept for ranks that have not.
         """
         import ray
 
+        self.begin(sources)
         ref, asked = self._kept.pop(request, (None, 0))
         if ref is None:
             samples = getattr(self._sources, request.part)
             ref = ray.put(read_share(samples, request))
-            samples.warm(self._soon(request))
+            self._warm(samples, request)
         if asked + 1 < takers:
             self._kept[request] = ref, asked + 1
             while len(self._kept) > most:
@@ -70,11 +85,15 @@ class Feeder:
         """Let go of what an attempt that is over has not asked for."""
         self._kept.clear()
 
-    def _soon(self, request: Request) -> Any:
-        import numpy as np
-
-        count = len(request.samples)
-        return np.arange(request.samples.stop, request.samples.stop + _WARM_BATCHES * count, dtype=np.int64)
+    def _warm(self, samples: Samples, request: Request) -> None:
+        """Begin to read what the next batches need, where reading is slow: a row group may take seconds."""
+        batch = request.samples
+        last = batch.stop + _WARM_BATCHES * len(batch)
+        first = self._warmed.get(request.part, 0)
+        if not batch.stop <= first <= last:
+            first = batch.stop
+        samples.warm(np.arange(first, last, dtype=np.int64))
+        self._warmed[request.part] = last
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +101,7 @@ class FeederLink:
     """A rank's end: a `data.feed.Link` that travels to the rank's process."""
 
     actor: Any
+    sources: list[Any]
     takers: int
     most: int
     read_ahead: int
@@ -114,7 +134,7 @@ class FeederLink:
     def _take(self, request: Request, is_given_up: Callable[[], bool]) -> Tokens:
         import ray
 
-        asked = self.actor.take.remote(request, self.takers, self.most)
+        asked = self.actor.take.remote(self.sources, request, self.takers, self.most)
         (ref,) = _get(asked, is_given_up)
         found: Tokens = ray.get(ref)
         return found
@@ -171,6 +191,7 @@ class Feeders:
             actors = self._held[spec.node_id].actors
             links[spec.rank] = FeederLink(
                 actor=actors[dp_rank % len(actors)],
+                sources=[self._put],
                 takers=takers[spec.node_id, dp_rank],
                 most=2 * ahead * shares[spec.node_id],
                 read_ahead=ahead,
@@ -185,7 +206,7 @@ class Feeders:
         """After an attempt: let go of what it left; does not wait."""
         for held in self._held.values():
             for actor in held.actors:
-                actor.clear.options(concurrency_group=CONTROL).remote()
+                actor.clear.remote()
 
     def close(self) -> None:
         """End them all."""
@@ -201,10 +222,12 @@ class Feeders:
         import ray
 
         decorate: Any = ray.remote
-        actor_class = decorate(concurrency_groups={CONTROL: 1})(Feeder)
+        actor_class = decorate(Feeder)
         name = f"feeder-{number}/{reservation.node.node_id[:8]}/{self._name}"
         options = {"name": name, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": reservation.inside()}
-        return actor_class.options(**options).remote(self._put)
+        actor = actor_class.options(**options).remote()
+        actor.begin.remote([self._put])
+        return actor
 
 
 def read_ahead(plan: RunPlan, shares: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sandbox import ROOT, Sandbox, records
 
@@ -36,6 +38,35 @@ def test_train_on_your_text(sandbox: Sandbox) -> None:
     assert command.wait() == 0, command.output
     assert "50 documents" in command.output
     assert list((sandbox.work / "out" / "checkpoints").glob("iter_0000004/COMMITTED"))
+
+
+def test_wikitext(sandbox: Sandbox) -> None:
+    """Files of the same form as WikiText-103's: a line of an article a row, headings and empty rows among them."""
+    rows = ["", " = Robert Boulter = \n", ""] + [
+        f" Line {i} of an article , with words @-@ like these . \n" for i in range(400)
+    ]
+    (sandbox.work / "parquet").mkdir()
+    for part in range(2):
+        table = pa.table({"text": rows[part::2]})
+        pq.write_table(table, sandbox.work / "parquet" / f"train-0000{part}-of-00002.parquet", row_group_size=100)
+    # Two workers: tokenizing goes through Ray Data.
+    command = sandbox.start_program(example("wikitext.sh", "parquet", "out"), WORKERS="2", **SMALL)
+    assert command.wait() == 0, command.output
+    assert "401 documents" in command.output
+    assert "begins with  ' Line" in command.output
+    assert list((sandbox.work / "out" / "checkpoints").glob("iter_0000004/COMMITTED"))
+    here = sandbox.run("data", "tokenize", "--input", "parquet", "--output", "here")
+    assert here.process.returncode == 0, here.output
+    one = sandbox.run("data", "tokenize", "--input", "parquet", "--output", "four", "--workers", "4", "--shards", "5")
+    assert one.process.returncode == 0, one.output
+    alone = sandbox.run("data", "tokenize", "--input", "parquet", "--output", "one", "--workers", "1", "--shards", "5")
+    assert alone.process.returncode == 0, alone.output
+    # As many workers as one likes, and none: the same bytes.
+    for first, second in (("out/data", "here"), ("four", "one")):
+        contents = [{f.name: f.read_bytes() for f in (sandbox.work / n).iterdir()} for n in (first, second)]
+        assert contents[0] == contents[1]
+    assert len(list((sandbox.work / "four").glob("*.arrow"))) == 5
+    assert sandbox.leftovers() == []
 
 
 def test_change_layout(sandbox: Sandbox) -> None:

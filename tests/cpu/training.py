@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import ray
 from raytrain_llama3.config.load import load
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.rules import plan_run
+from raytrain_llama3.data.feed import Link
 from raytrain_llama3.launch.process import CONTROL, actor_class
 from raytrain_llama3.messages import (
     RankResult,
@@ -88,18 +89,33 @@ class Workers:
         environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         ray.get([a.prepare.remote(environment, (), str(log)) for a, log in zip(self.actors, self.logs, strict=True)])
 
-    def run(self, run_plan: RunPlan, resume: ResumePoint | None = None) -> tuple[list[RankResult], Records]:
+    def run(
+        self,
+        run_plan: RunPlan,
+        resume: ResumePoint | None = None,
+        attempt: int = 0,
+        links: Mapping[int, Link] | None = None,
+    ) -> tuple[list[RankResult], Records]:
         """Train to the end; results in rank order, and what rank 0 reported."""
-        results = ray.get(self.start(run_plan, resume))
+        results = ray.get(self.start(run_plan, resume, attempt, links))
         report = self.poll(0)
         return results, Records(list(report.steps), list(report.saves), report.evals, report.warnings)
 
-    def start(self, run_plan: RunPlan, resume: ResumePoint | None = None, attempt: int = 0) -> list[Any]:
-        """Begin to train; what each rank's `run` will give, in rank order."""
+    def start(
+        self,
+        run_plan: RunPlan,
+        resume: ResumePoint | None = None,
+        attempt: int = 0,
+        links: Mapping[int, Link] | None = None,
+    ) -> list[Any]:
+        """Begin to train; what each rank's `run` will give, in rank order. Without `links` ranks read by themselves."""
         world, number = run_plan.layout.world_size, next(_attempts)
         actors = self.actors[:world]
         rendezvous = Rendezvous("127.0.0.1", ray.get(actors[0].open_store.remote("127.0.0.1", 0)), f"attempt-{number}")
-        return [a.run.remote(run_plan, spec(i, world, attempt), rendezvous, resume) for i, a in enumerate(actors)]
+        return [
+            a.run.remote(run_plan, spec(i, world, attempt), rendezvous, resume, (links or {}).get(i))
+            for i, a in enumerate(actors)
+        ]
 
     def poll(self, rank: int) -> WorkerReport:
         return ray.get(self.actors[rank].poll.options(concurrency_group=CONTROL).remote())

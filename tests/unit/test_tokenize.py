@@ -1,18 +1,27 @@
+import base64
 import json
 import os
 import re
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from raytrain_llama3.data.arrow import ArrowSource, read_manifest
-from raytrain_llama3.data.manifest import MANIFEST_FILE
-from raytrain_llama3.data.tokenize import inspect, tokenize
+from raytrain_llama3.data import tokenize as module
+from raytrain_llama3.data.catalog import open_dataset
+from raytrain_llama3.data.inspect import inspect
+from raytrain_llama3.data.manifest import MANIFEST_FILE, read_manifest
+from raytrain_llama3.data.packed import PackedSource
 from raytrain_llama3.errors import DataError
 
 END = 256
+
+
+def tokenize(inputs, *arguments, **options):
+    return module.tokenize([str(path) for path in inputs], *arguments, **options)
 
 
 @pytest.fixture
@@ -40,7 +49,8 @@ ALL = {b"first", "zweites, größer".encode(), b"\xff\xfe not utf-8", b"eins", b
 
 def documents_of(folder):
     manifest = read_manifest(folder)
-    source = ArrowSource(folder, (0, manifest.documents), manifest.tokens - 1, manifest.vocab_size)
+    dataset = open_dataset([str(folder)], None, 0)
+    source = PackedSource(dataset, (0, manifest.documents), dataset.tokens - 1, manifest.vocab_size)
     stream = source.windows(np.array([0]))[0].tolist()
     documents = [[]]
     for token in stream:
@@ -77,7 +87,7 @@ def test_equal_input_gives_equal_shards_and_the_seed_another_order(tmp_path, lin
     prints, orders = [], []
     for folder, seed in (("one", 0), ("two", 0), ("one", 1)):
         out = tmp_path / f"out-{folder}-{seed}"
-        prints.append(tokenize([tmp_path / folder], out, shard_tokens=90, seed=seed, log=lines.append).fingerprint())
+        prints.append(tokenize([tmp_path / folder], out, shards=5, seed=seed, log=lines.append).fingerprint())
         orders.append([text.decode() for text in texts_of(out)])
     assert prints[0] == prints[1] != prints[2]
     assert orders[0] == orders[1] != orders[2]
@@ -87,20 +97,86 @@ def test_equal_input_gives_equal_shards_and_the_seed_another_order(tmp_path, lin
         assert len({int(name) // 50 for name in order[-20:]}) == 4
 
 
-def test_shards_are_cut_at_whole_documents(texts, tmp_path, lines):
-    manifest = tokenize([texts], tmp_path / "out", shard_tokens=8, log=lines.append)
-    assert len(manifest.shards) > 2
-    assert all(shard.tokens >= 8 for shard in manifest.shards[:-1])
-    assert set(texts_of(tmp_path / "out")) == ALL
-    with pytest.raises(DataError, match="shard_tokens"):
-        tokenize([texts], tmp_path / "out2", shard_tokens=0, log=lines.append)
+def test_shards_are_cut_at_whole_documents_and_are_alike(tmp_path, lines):
+    written = [f"{i} " * (i % 40 + 1) for i in range(3000)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
+    manifest = tokenize([tmp_path / "in.jsonl"], tmp_path / "out", shards=8, log=lines.append)
+    tokens = [shard.tokens for shard in manifest.shards]
+    assert len(tokens) == 8
+    assert max(tokens) < 1.1 * min(tokens)
+    assert sorted(texts_of(tmp_path / "out")) == sorted(text.encode() for text in written)
+    assert lines[-2].startswith("8 of 8 shards: 3,000 documents")
+    with pytest.raises(DataError, match="shards must be at least 1"):
+        tokenize([tmp_path / "in.jsonl"], tmp_path / "out2", shards=0, log=lines.append)
+
+
+def test_a_run_that_was_killed_goes_on_without_a_duplicate_or_a_lost_document(tmp_path, lines):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(500)))
+    whole = tokenize([tmp_path / "in.jsonl"], tmp_path / "whole", shards=6, log=lines.append)
+    ran = []
+
+    def killed_after_two(jobs):
+        for done in module.here(jobs):
+            ran.append(done.part)
+            yield done
+            if len(ran) == 2:
+                raise KeyboardInterrupt
+
+    def noted(jobs):
+        for done in module.here(jobs):
+            ran.append(done.part)
+            yield done
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize([tmp_path / "in.jsonl"], tmp_path / "out", shards=6, log=lines.append, run=killed_after_two)
+    assert not (tmp_path / "out").exists()
+    assert tokenize([tmp_path / "in.jsonl"], tmp_path / "out", shards=6, log=lines.append, run=noted) == whole
+    assert sorted(ran) == list(range(6))
+    assert "2 of 6 shards are there from a run that did not end; going on" in lines
+    # Of other inputs nothing is taken over.
+    ran.clear()
+    with pytest.raises(KeyboardInterrupt):
+        tokenize([tmp_path / "in.jsonl"], tmp_path / "out2", shards=6, log=lines.append, run=killed_after_two)
+    (tmp_path / "in.jsonl").write_text((tmp_path / "in.jsonl").read_text() + '{"text": "one more"}\n')
+    ran.clear()
+    assert tokenize([tmp_path / "in.jsonl"], tmp_path / "out2", shards=6, log=lines.append, run=noted).documents == 501
+    assert sorted(ran) == list(range(6))
+
+
+def test_two_runs_do_not_write_one_output(tmp_path, lines):
+    (tmp_path / "a.txt").write_text("text")
+
+    def meanwhile(jobs):
+        with pytest.raises(DataError, match="is being written by another process"):
+            tokenize([tmp_path / "a.txt"], tmp_path / "out", log=lines.append)
+        yield from module.here(jobs)
+
+    assert tokenize([tmp_path / "a.txt"], tmp_path / "out", log=lines.append, run=meanwhile).documents == 1
+
+
+def test_parquet(tmp_path, lines):
+    texts = [f"row {i}" for i in range(30)] + ["", None]
+    pq.write_table(pa.table({"id": range(32), "text": texts}), tmp_path / "x.parquet", row_group_size=7)
+    manifest = tokenize([tmp_path], tmp_path / "out", log=lines.append)
+    assert manifest.documents == 30
+    assert sorted(texts_of(tmp_path / "out")) == sorted(f"row {i}".encode() for i in range(30))
+    with pytest.raises(DataError, match=r"x\.parquet has no column 'body' but id, text: .*--column"):
+        tokenize([tmp_path], tmp_path / "out2", column="body", log=lines.append)
+
+
+def test_json_keys_and_no_end(tmp_path, lines):
+    (tmp_path / "x.json").write_text('{"body": "one"}\n{"body": "two"}\n')
+    manifest = tokenize([tmp_path / "x.json"], tmp_path / "out", column="body", append_eod=False, log=lines.append)
+    assert (manifest.tokens, manifest.has_ends) == (6, False)
+    # Packing puts in what is not stored.
+    assert sorted(texts_of(tmp_path / "out")) == [b"one", b"two"]
 
 
 def test_inputs_may_be_files_of_any_ending_and_are_taken_once(texts, tmp_path, lines):
     inputs = [texts / "b" / "image.png", texts / "a.txt", texts / "a.txt"]
     tokenize(inputs, tmp_path / "out", log=lines.append)
     assert sorted(texts_of(tmp_path / "out")) == [b"first", b"not text"]
-    tokenize([texts], tmp_path / "png", suffixes=frozenset({".png"}), log=lines.append)
+    tokenize([texts], tmp_path / "png", suffixes=(".png",), log=lines.append)
     assert texts_of(tmp_path / "png") == [b"not text"]
 
 
@@ -109,7 +185,7 @@ def test_no_documents(tmp_path, lines):
     (tmp_path / "in" / "empty.txt").write_text("")
     for suffix in (".txt", ".xyz"):
         with pytest.raises(DataError, match=rf"no documents in {re.escape(str(tmp_path / 'in'))}.*\{suffix}"):
-            tokenize([tmp_path / "in"], tmp_path / "out", suffixes=frozenset({suffix}), log=lines.append)
+            tokenize([tmp_path / "in"], tmp_path / "out", suffixes=(suffix,), log=lines.append)
     with pytest.raises(DataError, match="nowhere is not there"):
         tokenize([tmp_path / "nowhere"], tmp_path / "out", log=lines.append)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -156,16 +232,12 @@ def test_file_without_permission(texts, tmp_path, lines):
     assert lines[-1].endswith("; 1 documents left out")
 
 
-def test_file_that_goes_away(texts, tmp_path, lines, monkeypatch):
-    from raytrain_llama3.data import tokenize as module
+def test_file_that_goes_away(texts, tmp_path, lines):
+    def late(jobs):
+        (texts / "a.txt").unlink()
+        yield from module.here(jobs)
 
-    class LateCorpus(module.Corpus):
-        def __init__(self, *args):
-            super().__init__(*args)
-            (texts / "a.txt").unlink()
-
-    monkeypatch.setattr(module, "Corpus", LateCorpus)
-    manifest = tokenize([texts], tmp_path / "out", log=lines.append)
+    manifest = tokenize([texts], tmp_path / "out", log=lines.append, run=late)
     assert set(texts_of(tmp_path / "out")) == ALL - {b"first"}
     assert manifest.documents == 5
     assert f"cannot be read: {texts / 'a.txt'}" in lines[0]
@@ -242,13 +314,52 @@ def test_without_the_library(texts, tmp_path, lines, monkeypatch):
         tokenize([texts], tmp_path / "out", str(tmp_path / "tok"), log=lines.append)
 
 
+def test_sentence_piece(texts, tmp_path, lines):
+    import sentencepiece
+
+    (tmp_path / "corpus.txt").write_text("first eins zwei zweites\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "corpus.txt"),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=30,
+        hard_vocab_limit=False,
+        minloglevel=9,
+    )
+    manifest = tokenize([texts / "a.txt"], tmp_path / "out", str(tmp_path / "sp.model"), log=lines.append)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    assert (manifest.vocab_size, manifest.end_of_document) == (model.vocab_size(), model.eos_id())
+    assert documents_of(tmp_path / "out") == [model.encode("first")]
+
+
+def test_llama3s_own_tokenizer(texts, tmp_path, lines):
+    pairs = [bytes([i]) for i in range(256)] + [b"fi", b"rs", b"firs", b"first"]
+    (tmp_path / "t.model").write_bytes(b"".join(base64.b64encode(p) + f" {i}\n".encode() for i, p in enumerate(pairs)))
+    manifest = tokenize([texts / "a.txt"], tmp_path / "out", str(tmp_path / "t.model"), log=lines.append)
+    assert (manifest.vocab_size, manifest.end_of_document) == (260 + 256, 261)
+    assert documents_of(tmp_path / "out") == [[259]]
+    assert "begins with  'first" in inspect(str(tmp_path / "out"))
+
+
 def test_inspect(texts, tmp_path, lines):
-    manifest = tokenize([texts], tmp_path / "out", shard_tokens=20, log=lines.append)
-    told = inspect(tmp_path / "out")
-    for part in ("bytes", "257 (uint16)", "documents    6", f"tokens       {manifest.tokens}", "windows      0 at"):
+    manifest = tokenize([texts], tmp_path / "out", shards=3, log=lines.append)
+    told = inspect(str(tmp_path / "out"), seq_length=8, global_batch_size=2, train_samples=40)
+    windows = (manifest.tokens - 1) // 8
+    for part in ("bytes", "vocab_size   257", "documents    6", f"tokens       {manifest.tokens}"):
         assert part in told
-    assert f"begins with  {texts_of(tmp_path / 'out')[0].decode('utf-8', 'replace')!r}" in told
+    assert f"windows      {windows} at seq_length 8" in told
+    assert f"an epoch     {windows / 2:.1f} steps at global_batch_size 2" in told
+    assert f"epochs       {40 / windows:.2f} in 40 samples" in told
+    for text in texts_of(tmp_path / "out")[:3]:
+        assert f"begins with  {text.decode('utf-8', 'replace')!r}" in told
     assert manifest.fingerprint() in told
+
+
+def test_inspect_of_loose_shards(tmp_path):
+    pq.write_table(pa.table({"input_ids": [[1, 2], [3, 700, 4]]}), tmp_path / "x.parquet")
+    told = inspect(str(tmp_path), seq_length=2)
+    assert "ids          0 to 700" in told
+    with pytest.raises(DataError, match=r"x\.parquet, row 1: token id 700 does not fit vocab_size 257"):
+        inspect(str(tmp_path), vocab_size=257)
 
 
 def test_inspect_finds_a_changed_token(texts, tmp_path, lines):
@@ -259,17 +370,17 @@ def test_inspect_finds_a_changed_token(texts, tmp_path, lines):
     assert whole.count(first) == 1
     path.write_bytes(whole.replace(first, first[::-1][1:] + b"\0"))
     with pytest.raises(DataError, match=r"shard-00000\.arrow does not hold the tokens that were written"):
-        inspect(tmp_path / "out")
+        inspect(str(tmp_path / "out"))
     path.write_bytes(whole.replace(first, first[:-2] + b"\xff\xff"))
-    with pytest.raises(DataError, match=r"shard-00000\.arrow, row \d: token id 65535 does not fit the vocab_size 257"):
-        inspect(tmp_path / "out")
+    with pytest.raises(DataError, match=r"shard-00000\.arrow, row \d: token id 65535 does not fit vocab_size 257"):
+        inspect(str(tmp_path / "out"))
 
 
 def test_inspect_finds_a_missing_shard(texts, tmp_path, lines):
     tokenize([texts], tmp_path / "out", log=lines.append)
     (tmp_path / "out" / "shard-00000.arrow").unlink()
     with pytest.raises(DataError, match=r"shard-00000\.arrow"):
-        inspect(tmp_path / "out")
+        inspect(str(tmp_path / "out"))
     (tmp_path / "out" / MANIFEST_FILE).unlink()
     with pytest.raises(DataError, match="is not a dataset"):
-        inspect(tmp_path / "out")
+        inspect(str(tmp_path / "out"))

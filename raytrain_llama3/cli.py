@@ -229,9 +229,9 @@ def _plan(argv: list[str]) -> int:
 
 
 def _data(argv: list[str]) -> int:
-    from raytrain_llama3 import data_cli
+    from raytrain_llama3.commands import data
 
-    return data_cli.run(PROGRAM, argv, _say)
+    return data.run(PROGRAM, argv, _say)
 
 
 def _checkpoint(argv: list[str]) -> int:

@@ -118,12 +118,15 @@ def tokenize(
             raise no_documents(inputs, suffixes)
         write_manifest(work.path, manifest)
         work.publish()
-    left_out += unreadable
-    log(
+    log(_told(output, manifest, left_out + unreadable))
+    return manifest
+
+
+def _told(output: Path, manifest: Manifest, left_out: int) -> str:
+    return (
         f"{output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {len(manifest.shards)} shard(s)"
         + (f"; {left_out:,} documents left out" if left_out else "")
     )
-    return manifest
 
 
 def run_job(job: Job, encoder: Encoder) -> Done:

@@ -50,9 +50,7 @@ def _trained(gigabytes: float, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     """A model that has done one step, so that its optimizer has moments."""
     from peer import planned
 
-    from raytrain_llama3.data import open_sources
-    from raytrain_llama3.data.feed import micro_batches
-    from raytrain_llama3.data.order import SampleOrder
+    from raytrain_llama3.data.feed import RankFeed, local_link
     from raytrain_llama3.messages import ProcessFacts, RankSpec, Rendezvous
     from raytrain_llama3.train.model import build_model
     from raytrain_llama3.train.optimizer import build_optimizer
@@ -66,8 +64,7 @@ def _trained(gigabytes: float, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     with open_process(plan, me, Rendezvous("127.0.0.1", store.port, "b"), facts, store) as process:
         chunks = build_model(plan, process)
         optimizer = build_optimizer(plan, chunks)
-        source = open_sources(plan).train
-        batches = micro_batches(source, SampleOrder(1, len(source)), 0, plan.layout, 0)
+        batches = RankFeed(local_link(plan), plan.layout, 0).micro_batches("train", 0)
         Stepper(plan, process, chunks, optimizer).train(batches, Votes())
         yield chunks, optimizer, process
 

@@ -109,7 +109,8 @@ def _feeder(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         print(
             f"{size:>5g} GB: {told['tokens'] / told['seconds'] / 1e6:.1f} M tokens/s, "
             f"{told['tokens'] / told['cpu_s'] / 1e6:.1f} M a core of the feeder; {memory / 2**20:.0f} MiB anonymous "
-            f"and stored; wait {100 * told['wait_share']:.3f} % of steps of 100 ms, longest {told['longest_wait_s']:.4f} s"
+            f"and stored; wait {100 * told['wait_share']:.3f} % of steps of 100 ms, longest "
+            f"{told['longest_wait_s']:.4f} s"
         )
     ratio = (large["peak_bytes"] + large["stored_bytes"]) / (small["peak_bytes"] + small["stored_bytes"])
     print(f"memory, {given.large:g} GB / {given.size:g} GB: {ratio:.2f} (goal: within 10 %)")

@@ -264,6 +264,8 @@ class WorkerReport:
     step: int
     moves: int = 0
     """Rises with every phase entered, step finished and evaluation round: stands still while a rank hangs."""
+    waits_for: str = ""
+    """What it waits for, in words, if for a while: which data, and of whom."""
     work: Work | None = None
     """Over the steps since the last poll; None where there was none."""
     steps: tuple[StepRecord, ...] = ()

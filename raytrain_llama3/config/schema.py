@@ -8,7 +8,6 @@ is its help; `aliases` are Megatron-LM's names for the same thing. The classes a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt

@@ -138,15 +138,34 @@ def local_link(plan: RunPlan) -> LocalLink:
     return LocalLink(open_sources(plan))
 
 
+class Told(Protocol):
+    """Who hears of waiting."""
+
+    def add(self, record: str) -> None:
+        """A line for people."""
+
+    def waits_for(self, what: str) -> None:
+        """What is waited for at this moment, so that it is not taken for a hang; empty: nothing."""
+
+
+class Nobody:
+    """Hears nothing."""
+
+    def add(self, record: str) -> None:
+        """Ignored."""
+
+    def waits_for(self, what: str) -> None:
+        """Ignored."""
+
+
 class ReadAhead:
     """Takes the shares of one global batch after another on a thread of its own, `link.read_ahead` of them ahead.
 
-    `request` is the first; `stop` ends the sequence before a sample number. `say` gets a line when a share is waited
-    for so long that it might be taken for a hang.
+    `request` is the first; `stop` ends the sequence before a sample number. `told` hears what is waited for.
     """
 
-    def __init__(self, link: Link, request: Request, say: Callable[[str], None], stop: int | None = None) -> None:
-        self._link, self._say, self._stop = link, say, stop
+    def __init__(self, link: Link, request: Request, told: Told, stop: int | None = None) -> None:
+        self._link, self._told, self._stop = link, told, stop
         self._next = request
         self._ready: deque[tuple[Request, Tokens | Exception]] = deque()
         self._changed = threading.Condition()
@@ -182,14 +201,14 @@ class ReadAhead:
 
     def _wait(self) -> None:
         began, word_s = time.monotonic(), _FIRST_WORD_S
+        samples = self._next.samples
+        what = f"samples {samples.start} to {samples.stop - 1}, asked of {self._link.where}"
         while not self._changed.wait_for(lambda: bool(self._ready), _LOOK_S):
+            self._told.waits_for(what)
             if (waited := time.monotonic() - began) > word_s:
-                samples = self._next.samples
-                self._say(
-                    f"waits for data: samples {samples.start} to {samples.stop - 1} were asked of {self._link.where} "
-                    f"{waited:.0f} s ago"
-                )
+                self._told.add(f"has waited {waited:.0f} s for data: {what}")
                 word_s = waited + _NEXT_WORD_S
+        self._told.waits_for("")
 
     def _run(self, request: Request) -> None:
         while self._stop is None or request.first_sample < self._stop:
@@ -225,10 +244,11 @@ class RankFeed:
         layout: Layout,
         dp_rank: int,
         has_need: bool = True,
-        say: Callable[[str], None] = lambda _: None,
+        told: Told | None = None,
         tap: Callable[[Request, Tokens], None] | None = None,
     ) -> None:
-        self._link, self._layout, self._dp_rank, self._say, self._tap = link, layout, dp_rank, say, tap
+        self._link, self._layout, self._dp_rank, self._tap = link, layout, dp_rank, tap
+        self._told = told or Nobody()
         self._has_need = has_need
         self._ahead: dict[Part, ReadAhead] = {}
         self.fingerprint, self.valid_samples = link.fingerprint, link.valid_samples
@@ -239,7 +259,7 @@ class RankFeed:
         self.end(part)
         if self._has_need and self._link.read_ahead:
             request = share_of(part, first_sample, self._layout, self._dp_rank)
-            self._ahead[part] = ReadAhead(self._link, request, self._say, stop)
+            self._ahead[part] = ReadAhead(self._link, request, self._told, stop)
 
     def end(self, part: Part) -> None:
         """Read no further ahead in this part."""

@@ -8,6 +8,7 @@ shares before it has used the first.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections import Counter, OrderedDict
@@ -23,7 +24,9 @@ from raytrain_llama3.data.samples import Samples
 from raytrain_llama3.data.source import Tokens
 from raytrain_llama3.data.sources import Sources
 from raytrain_llama3.errors import DataUnavailableError, RaytrainError
+from raytrain_llama3.host import end_pids
 from raytrain_llama3.launch.crew import Member
+from raytrain_llama3.launch.process import answers
 from raytrain_llama3.launch.reservation import Reservation
 from raytrain_llama3.messages import RankSpec
 
@@ -33,6 +36,7 @@ _WARM_BATCHES = 8
 _LOOK_S = 0.5
 _RETRY_S = 0.1
 _GONE_S = 120.0
+_ANSWER_S = 3.0
 
 
 class Feeder:
@@ -47,10 +51,11 @@ class Feeder:
         self._warmed: dict[str, int] = {}
         self._kept: OrderedDict[Request, tuple[Any, int]] = OrderedDict()
 
-    def begin(self, sources: list[Any]) -> None:
-        """Fetch the sources, while the ranks are still importing."""
+    def begin(self, sources: list[Any], former: int | None = None) -> None:
+        """Fetch the sources, while the ranks are still importing; `former` is a process to end, of this node."""
         import ray
 
+        end_pids([former] if former else [], 0)
         if self._sources is None:
             self._sources = ray.get(sources[0])
 
@@ -150,11 +155,23 @@ def _get(ref: Any, is_given_up: Callable[[], bool]) -> Any:
 
 
 @dataclass(slots=True)
+class _Post:
+    """A feeder that was started. `pid` is a reference to the number of its process, where it was heard last."""
+
+    actor: Any
+    pid: Any
+
+
+@dataclass(slots=True)
 class _Held:
     """The feeders of one node."""
 
     reservation: Reservation
-    actors: list[Any] = field(default_factory=list)
+    posts: list[_Post] = field(default_factory=list)
+
+    def end(self) -> None:
+        for post in self.posts:
+            _kill(post.actor)
 
 
 class Feeders:
@@ -163,19 +180,25 @@ class Feeders:
     def __init__(self, sources: Sources, plan: RunPlan, name: str) -> None:
         self._sources, self._plan, self._name = sources, plan, name
         self._held: dict[str, _Held] = {}
+        self._numbers = itertools.count()
         self._put: Any = None
 
     def man(self, reservations: Mapping[str, Reservation]) -> None:
-        """See that each node has its feeders; does not wait for them."""
+        """See that each node has its feeders; does not wait for new ones.
+
+        One that served an earlier attempt and does not answer is started anew: an attempt may have ended for it.
+        """
         import ray
 
         for node in [n for n, held in self._held.items() if reservations.get(n) is not held.reservation]:
-            _end(self._held.pop(node))
+            self._held.pop(node).end()
         if self._put is None:
             self._put = ray.put(self._sources)
+        self._renew_silent()
         for node, reservation in reservations.items():
             if node not in self._held:
-                self._held[node] = _Held(reservation, [self._start(reservation, i) for i in range(self._count)])
+                posts = [self._start(reservation) for _ in range(self._plan.config.num_workers)]
+                self._held[node] = _Held(reservation, posts)
 
     def links(self, plan: RunPlan, members: Sequence[Member]) -> dict[int, FeederLink]:
         """For each rank its link to a feeder of its own node; ranks of one data-parallel rank share a feeder."""
@@ -188,9 +211,9 @@ class Feeders:
         for spec in specs:
             dp_rank = places[spec.rank][0]
             ahead = read_ahead(plan, shares[spec.node_id])
-            actors = self._held[spec.node_id].actors
+            posts = self._held[spec.node_id].posts
             links[spec.rank] = FeederLink(
-                actor=actors[dp_rank % len(actors)],
+                actor=posts[dp_rank % len(posts)].actor,
                 sources=[self._put],
                 takers=takers[spec.node_id, dp_rank],
                 most=2 * ahead * shares[spec.node_id],
@@ -205,29 +228,39 @@ class Feeders:
     def clear(self) -> None:
         """After an attempt: let go of what it left; does not wait."""
         for held in self._held.values():
-            for actor in held.actors:
-                actor.clear.remote()
+            for post in held.posts:
+                post.actor.clear.remote()
 
     def close(self) -> None:
         """End them all."""
         for held in self._held.values():
-            _end(held)
+            held.end()
         self._held = {}
 
-    @property
-    def _count(self) -> int:
-        return self._plan.config.num_workers
+    def _renew_silent(self) -> None:
+        posts = [post for held in self._held.values() for post in held.posts]
+        asked = {post.actor.pid.remote(): post for post in posts}
+        heard = {id(post) for post, _ in answers(asked, _ANSWER_S)}
+        for ref, post in asked.items():
+            post.pid = ref if id(post) in heard else post.pid
+        for held in self._held.values():
+            held.posts = [p if id(p) in heard else self._replaced(held.reservation, p) for p in held.posts]
 
-    def _start(self, reservation: Reservation, number: int) -> Any:
+    def _replaced(self, reservation: Reservation, silent: _Post) -> _Post:
+        """Another in the place of one that does not answer, which ends it where Ray cannot: it may be stopped."""
+        _kill(silent.actor)
+        return self._start(reservation, next((pid for _, pid in answers({silent.pid: silent}, 0)), None))
+
+    def _start(self, reservation: Reservation, former: int | None = None) -> _Post:
         import ray
 
         decorate: Any = ray.remote
         actor_class = decorate(Feeder)
-        name = f"feeder-{number}/{reservation.node.node_id[:8]}/{self._name}"
+        name = f"feeder-{next(self._numbers)}/{reservation.node.node_id[:8]}/{self._name}"
         options = {"name": name, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": reservation.inside()}
         actor = actor_class.options(**options).remote()
-        actor.begin.remote([self._put])
-        return actor
+        actor.begin.remote([self._put], former)
+        return _Post(actor, actor.pid.remote())
 
 
 def read_ahead(plan: RunPlan, shares: int) -> int:
@@ -244,10 +277,9 @@ def _place(plan: RunPlan, spec: RankSpec) -> tuple[int, int]:
     return spec.rank // inner % layout.dp, spec.rank // (inner * layout.dp)
 
 
-def _end(held: _Held) -> None:
+def _kill(actor: Any) -> None:
     import ray
 
-    for actor in held.actors:
-        # It may be gone already, with its node.
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(actor)
+    # It may be gone already, with its node.
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        ray.kill(actor)

@@ -42,6 +42,7 @@ class _Seen:
     phase: Phase = Phase.START
     step: int = 0
     moves: int = 0
+    waits_for: str = ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -51,8 +52,9 @@ class _Seen:
 class HangWatch:
     """Watches the ranks of one attempt, of which one that hangs stops all.
 
-    A rank's time limit is `hang_timeout_s` while it trains and `slow_phase_timeout_s` in any other phase; a rank that
-    is done has none. `moves` must count alike on all ranks: from the start of the attempt.
+    A rank's time limit is `hang_timeout_s` while it trains and `slow_phase_timeout_s` in any other phase, or while it
+    waits for data, which may come from far away; a rank that is done has none. `moves` must count alike on all ranks:
+    from the start of the attempt.
     """
 
     def __init__(self, limits: Faults, ranks: Iterable[int], now: float) -> None:
@@ -81,17 +83,19 @@ class HangWatch:
             return None
         silent = {rank: seen for rank, seen in watched.items() if self._is_silent(seen)}
         suspects = silent if silent and len(silent) < len(self._seen) else watched
-        rank = min(suspects, key=lambda rank: (suspects[rank].place, suspects[rank].moved, rank))
+        # Of those that stand at the same place, one that waits for data is waited for by those that do not.
+        rank = min(suspects, key=lambda r: (suspects[r].place, not suspects[r].waits_for, suspects[r].moved, r))
         seen = suspects[rank]
         # Of the one that the others wait for: they may stand in a phase with a shorter limit.
         phase = self._phase(seen)
-        if self._clock - seen.moved < self._limit(phase)[1]:
+        if self._clock - seen.moved < self._limit(seen, phase)[1]:
             return None
-        alike = tuple(r for r, other in suspects.items() if r != rank and other.place == seen.place)
+        level = {r: other for r, other in suspects.items() if r != rank and other.place == seen.place}
+        alike = tuple(r for r, other in level.items() if other.waits_for or not seen.waits_for)
         return Hang(rank, phase, seen.since, self._text(rank, seen, phase, alike), alike)
 
     def _take(self, seen: _Seen, report: WorkerReport, now: float) -> None:
-        seen.answered = self._clock
+        seen.answered, seen.waits_for = self._clock, report.waits_for
         if (report.phase, report.step, report.moves) != (seen.phase, seen.step, seen.moves):
             seen.phase, seen.step, seen.moves = report.phase, report.step, report.moves
             seen.moved, seen.since = self._clock, now
@@ -105,16 +109,18 @@ class HangWatch:
         front = max(self._seen.values(), key=lambda other: other.place)
         return front.phase if front.step > seen.step else seen.phase
 
-    def _limit(self, phase: Phase) -> tuple[str, float]:
-        if phase is Phase.TRAIN:
+    def _limit(self, seen: _Seen, phase: Phase) -> tuple[str, float]:
+        if phase is Phase.TRAIN and not seen.waits_for:
             return "hang_timeout_s", self._limits.hang_timeout_s
         return "slow_phase_timeout_s", self._limits.slow_phase_timeout_s
 
     def _text(self, rank: int, seen: _Seen, phase: Phase, alike: tuple[int, ...]) -> str:
-        option, limit = self._limit(phase)
+        option, limit = self._limit(seen, phase)
         text = f"rank {rank} stood still for {self._clock - seen.moved:.0f} s in phase {phase} at step {seen.step}"
         if self._is_silent(seen):
             text += " and does not answer"
+        if seen.waits_for:
+            text += f", waiting for data ({seen.waits_for})"
         if alike:
             text += f", and so did ranks {', '.join(map(str, alike))}"
         return f"{text}; if that can be its work, raise {option} (now {limit:g})"

@@ -20,15 +20,7 @@ from raytrain_llama3.checkpoint.torch_dist import Progress
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data.feed import RankFeed
 from raytrain_llama3.errors import CheckpointError, NonFiniteError
-from raytrain_llama3.messages import (
-    EndReason,
-    EvalRecord,
-    Phase,
-    PlannedFault,
-    RankResult,
-    ResumePoint,
-    StepRecord,
-)
+from raytrain_llama3.messages import EndReason, EvalRecord, Phase, PlannedFault, RankResult, ResumePoint, StepRecord
 from raytrain_llama3.train.gauge import Gauge
 from raytrain_llama3.train.model import build_model, forget_tables
 from raytrain_llama3.train.optimizer import build_optimizer, build_schedule

@@ -18,6 +18,7 @@ class Reporter:
         self._since = time.monotonic()
         self._step = 0
         self._moves = 0
+        self._waits_for = ""
         self._work: Work | None = None
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
@@ -28,7 +29,7 @@ class Reporter:
     def begin(self, rank: int) -> None:
         """Start a new attempt as `rank`: what an earlier one left unread is dropped."""
         with self._lock:
-            self._rank, self._step, self._work = rank, 0, None
+            self._rank, self._step, self._work, self._waits_for = rank, 0, None, ""
             self._steps, self._evals, self._saves, self._warnings = [], [], [], []
             self._phase, self._since, self._seconds = Phase.START, time.monotonic(), {}
 
@@ -55,6 +56,11 @@ class Reporter:
         """Count a finished evaluation round."""
         with self._lock:
             self._moves += 1
+
+    def waits_for(self, what: str) -> None:
+        """Say what is waited for, which is no move, as the other ranks stand still as well; empty: nothing any more."""
+        with self._lock:
+            self._waits_for = what
 
     def worked(self, own_s: float, step_s: float) -> None:
         """Add one step's seconds, and of these this rank's own work, to what the next poll takes."""
@@ -83,6 +89,7 @@ class Reporter:
                 phase=self._phase,
                 step=self._step,
                 moves=self._moves,
+                waits_for=self._waits_for,
                 work=self._work,
                 steps=tuple(self._steps),
                 evals=tuple(self._evals),

@@ -118,7 +118,7 @@ class TrainWorker:
             tap = SampleTrace(log.with_suffix(".samples.jsonl")) if plan.config.trace_samples else None
             link = link or local_link(plan)
             has_need = needs_tokens(plan, process.pp_rank)
-            feed = RankFeed(link, plan.layout, process.dp_rank, has_need, self._reporter.add, tap)
+            feed = RankFeed(link, plan.layout, process.dp_rank, has_need, self._reporter, tap)
             return train(plan, process, resume, self._reporter, self._stop, self._facts.versions, feed, planned)
 
     def poll(self) -> WorkerReport:

@@ -100,17 +100,17 @@ def test_a_blend_with_a_feeder_killed_and_groups_that_share_reads(four: Workers,
     blend = f"0.7 {data[0]} 0.3 {data[1]}"
     run_plan = plan(tmp_path, *FLAGS, "--data-arg", blend, "--train-iters", "40", "--tp-size", "2", world=4)
     with feeders(run_plan) as made:
-        [feeder] = made._held["node"].actors
+        [post] = made._held["node"].posts
         refs = four.start(run_plan, None, 0, links(made, run_plan))
-        killed = ray.get(feeder.pid.remote())
+        killed = ray.get(post.actor.pid.remote())
         reports = []
         while not any(step.step >= 5 for report in reports for step in report.steps):
             reports.append(four.poll(0))
             time.sleep(0.02)
         os.kill(killed, signal.SIGKILL)
         ray.get(refs)
-        assert ray.get(feeder.pid.remote()) != killed
-        assert ray.get(feeder.kept.remote()) == 0
+        assert ray.get(post.actor.pid.remote()) != killed
+        assert ray.get(post.actor.kept.remote()) == 0
     found = trained_on(run_plan, 0)
     assert found[0] == found[1] != found[2] == found[3]
     seen = in_order([found[0], found[2]])
@@ -137,18 +137,17 @@ def test_only_the_ends_of_a_pipeline_are_given_tokens(four: Workers, tmp_path: P
 
 def test_a_paused_feeder_is_used_up_to_its_depth_then_waited_for(local_ray: None, tmp_path: Path) -> None:
     run_plan = plan(tmp_path, "--read-ahead", "3")
-    said: list[str] = []
     with feeders(run_plan) as made:
-        [feeder] = made._held["node"].actors
+        [post] = made._held["node"].posts
         [link] = links(made, run_plan).values()
-        feed = RankFeed(link, run_plan.layout, 0, say=said.append)
+        feed = RankFeed(link, run_plan.layout, 0)
         expected = made._sources.train
         feed.begin("train", 0)
         ahead = feed._ahead["train"]
         deadline = time.monotonic() + 30
         while len(ahead) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        pid = ray.get(feeder.pid.remote())
+        pid = ray.get(post.actor.pid.remote())
         os.kill(pid, signal.SIGSTOP)
         try:
             taken = [np.concatenate(list(feed.micro_batches("train", 8 * i))) for i in range(3)]

@@ -6,11 +6,12 @@ import pytest
 from planning import TINY, cpu, planned
 
 from raytrain_llama3.config.plan import Layout
-from raytrain_llama3.data.feed import LocalLink, RankFeed, ReadAhead, needs_tokens, read_share, share_of
+from raytrain_llama3.data.feed import LocalLink, Nobody, RankFeed, ReadAhead, needs_tokens, read_share, share_of
 from raytrain_llama3.data.mock import MockSource
 from raytrain_llama3.data.samples import Samples
 from raytrain_llama3.data.sources import Sources
 from raytrain_llama3.errors import DataError
+from raytrain_llama3.train.reporter import Reporter
 
 SAMPLES = Samples([MockSource(1, 100, 4, 50)], ["1"], 3)
 
@@ -68,7 +69,7 @@ def test_micro_batch_m_of_a_rank():
 
 def test_it_reads_exactly_so_far_ahead_and_goes_on_when_some_is_used():
     link = FakeLink()
-    ahead = ReadAhead(link, share_of("train", 0, layout(1, 6), 0), lambda _: None)
+    ahead = ReadAhead(link, share_of("train", 0, layout(1, 6), 0), Nobody())
     assert settled(ahead, 3) == 3
     assert link.asked == [0, 24, 48]
     ahead.take(0)
@@ -80,9 +81,10 @@ def test_it_reads_exactly_so_far_ahead_and_goes_on_when_some_is_used():
 
 def test_a_feeder_that_pauses_is_waited_for_and_nothing_is_lost_or_doubled(monkeypatch):
     monkeypatch.setattr("raytrain_llama3.data.feed._FIRST_WORD_S", 0.1)
-    said: list[str] = []
-    link = FakeLink()
-    feed = RankFeed(link, layout(1, 6), 0, say=said.append)
+    link, reporter = FakeLink(), Reporter()
+    waited_for = []
+    monkeypatch.setattr(reporter, "waits_for", waited_for.append)
+    feed = RankFeed(link, layout(1, 6), 0, told=reporter)
     feed.begin("train", 0)
     settled(feed._ahead["train"], 3)
     link.is_open.clear()
@@ -91,7 +93,10 @@ def test_a_feeder_that_pauses_is_waited_for_and_nothing_is_lost_or_doubled(monke
     threading.Timer(1.5, link.is_open.set).start()
     after = [np.concatenate(list(feed.micro_batches("train", 24 * i))) for i in range(3, 8)]
     assert np.array_equal(np.concatenate(before + after), SAMPLES.read(np.arange(24 * 8)))
-    assert "waits for data: samples 72 to 95 were asked of this process" in said[0]
+    assert "for data: samples 72 to 95, asked of this process" in reporter.poll().warnings[0]
+    # What keeps the wait from being taken for a hang; over when the data is there.
+    assert waited_for[0] == "samples 72 to 95, asked of this process"
+    assert waited_for[-1] == ""
     feed.close()
 
 
@@ -118,7 +123,7 @@ def test_closing_ends_a_thread_that_waits_for_the_feeder():
 
 def test_a_sequence_with_an_end_reads_no_further():
     link = FakeLink()
-    ahead = ReadAhead(link, share_of("valid", 0, layout(1, 6), 0), lambda _: None, stop=48)
+    ahead = ReadAhead(link, share_of("valid", 0, layout(1, 6), 0), Nobody(), stop=48)
     assert settled(ahead, 2) == 2
     assert link.asked == [0, 24]
     ahead.close()
@@ -137,7 +142,7 @@ def test_the_middle_of_a_pipeline_asks_for_nothing():
 
 
 def test_shares_out_of_order_are_refused():
-    ahead = ReadAhead(FakeLink(), share_of("train", 0, layout(1, 6), 0), lambda _: None)
+    ahead = ReadAhead(FakeLink(), share_of("train", 0, layout(1, 6), 0), Nobody())
     with pytest.raises(ValueError, match="begins at sample 0, not 24"):
         ahead.take(24)
     ahead.close()

@@ -21,13 +21,14 @@ class Polls:
 
     def __init__(self, *ranks: Place | None, limits: Faults = LIMITS) -> None:
         self.ranks = list(ranks)
+        self.waiting: dict[int, str] = {}
         self.now = START
         self.watch = HangWatch(limits, range(len(ranks)), START)
 
     def look(self, gap_s: float = LOOK_S) -> Hang | None:
         self.now += gap_s
         found = [
-            WorkerReport(rank, place[0], place[1], moves=place[2])
+            WorkerReport(rank, place[0], place[1], moves=place[2], waits_for=self.waiting.get(rank, ""))
             for rank, place in enumerate(self.ranks)
             if place is not None
         ]
@@ -231,3 +232,28 @@ def test_a_rank_that_still_saves_while_others_have_saved_has_the_time_of_a_save(
     polls.ranks = [(TRAIN, 5, 10)] * 3 + [None]
     assert polls.wait(170) is None
     assert polls.wait(20) is not None
+
+
+def test_a_rank_that_waits_for_data_has_the_longer_time_and_is_the_one_that_is_named() -> None:
+    polls = Polls(*[(TRAIN, 4, 12)] * 4)
+    assert polls.wait(20) is None
+    polls.waiting = {2: "samples 32 to 39, asked of the feeder on 10.0.0.2"}
+    assert polls.wait(140) is None
+    hang = polls.wait(30)
+    assert hang is not None
+    assert (hang.rank, hang.alike) == (2, ())
+    assert "waiting for data (samples 32 to 39, asked of the feeder on 10.0.0.2)" in hang.text
+    assert "raise slow_phase_timeout_s (now 180)" in hang.text
+
+
+def test_once_the_data_is_there_the_time_is_the_usual_one_again() -> None:
+    polls = Polls(*[(TRAIN, 4, 12)] * 2)
+    polls.waiting = {0: "samples 32 to 39"}
+    assert polls.wait(100) is None
+    polls.waiting = {}
+    polls.all_at(TRAIN, 5, 13)
+    assert polls.wait(50) is None
+    hang = polls.wait(20)
+    assert hang is not None
+    assert hang.alike == (1,)
+    assert "hang_timeout_s" in hang.text

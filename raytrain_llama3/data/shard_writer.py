@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class ShardWriter:
     """Writes documents to the file `path`, which is there once `finish` has returned, and whole."""
 
     def __init__(self, path: Path, id_type: np.dtype[Any], batch_tokens: int = _BATCH_TOKENS) -> None:
-        self._path, self._fresh = path, path.with_name(f".{path.name}.writing")
+        # Of this process alone: one that was killed with its parent may yet be at work on the same part.
+        self._path, self._fresh = path, path.with_name(f".{path.name}.{os.getpid()}.writing")
         self._id_type, self._batch_tokens = id_type, batch_tokens
         self._schema = pa.schema([pa.field(COLUMNS[0], pa.list_(pa.from_numpy_dtype(id_type)), nullable=False)])
         self._file: Any = None

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -45,7 +46,7 @@ class WorkFolder:
     def finish(self, part: int, shard: Shard | None, left_out: int) -> None:
         """Note that a part is done; after its shard is in place."""
         told = {"shard": asdict(shard) if shard else None, "left_out": left_out}
-        fresh = self.path / f".{part:05d}.writing"
+        fresh = self.path / f".{part:05d}.{os.getpid()}.writing"
         fresh.write_text(json.dumps(told))
         fresh.replace(self.path / f"{part:05d}{_DONE}")
 

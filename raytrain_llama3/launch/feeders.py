@@ -50,6 +50,7 @@ class Feeder:
         self._sources: Sources | None = None
         self._warmed: dict[str, int] = {}
         self._kept: OrderedDict[Request, tuple[Any, int]] = OrderedDict()
+        self._asked = self._read = 0
 
     def begin(self, sources: list[Any], former: int | None = None) -> None:
         """Fetch the sources, while the ranks are still importing; `former` is a process to end, of this node."""
@@ -67,8 +68,10 @@ class Feeder:
         import ray
 
         self.begin(sources)
+        self._asked += 1
         ref, asked = self._kept.pop(request, (None, 0))
         if ref is None:
+            self._read += 1
             samples = getattr(self._sources, request.part)
             ref = ray.put(read_share(samples, request))
             self._warm(samples, request)
@@ -82,9 +85,9 @@ class Feeder:
         """The number of this process."""
         return os.getpid()
 
-    def kept(self) -> int:
-        """Shares that wait for a rank to ask for them."""
-        return len(self._kept)
+    def counts(self) -> tuple[int, int, int]:
+        """Shares that this process was asked for, that it read, and that wait for another rank to ask for them."""
+        return self._asked, self._read, len(self._kept)
 
     def clear(self) -> None:
         """Let go of what an attempt that is over has not asked for."""

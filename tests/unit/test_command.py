@@ -147,6 +147,30 @@ def test_text_becomes_shards_that_can_be_looked_at(tmp_path: Path) -> None:
     assert rows["tokens"] == str(sum(len(text) + 1 for text in texts.values()))
 
 
+def test_preprocess_datas_own_flags_and_there_and_back(tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text("".join(f'{{"body": "line {i}"}}\n' for i in range(9)))
+    flags = ("--input", "in.json", "--output-prefix", "out/x", "--json-keys", "body", "--append-eod")
+    made = run(
+        "data", "tokenize", *flags, "--tokenizer-type", "ByteTokenizer", "--tokenizer-model", "bytes", cwd=tmp_path
+    )
+    assert (made.code, made.errors) == (0, [])
+    assert "note: --tokenizer-type ByteTokenizer is not used" in made.out
+    assert "--data-arg out/x_body_document " in made.out.splitlines()[-1]
+    there = run(
+        "data", "convert", "--input", "out/x_body_document", "--output", "back", "--to", "indexed", cwd=tmp_path
+    )
+    assert (there.code, sorted(p.name for p in tmp_path.glob("back.*"))) == (0, ["back.bin", "back.idx"])
+    back = run("data", "convert", "--input", "back", "--output", "again", "--to", "arrow", cwd=tmp_path)
+    assert back.code == 0
+    shard = "shard-00000.arrow"
+    assert (tmp_path / "again" / shard).read_bytes() == (tmp_path / "out" / "x_body_document" / shard).read_bytes()
+    neither = run("data", "tokenize", "--input", "in.json", cwd=tmp_path)
+    assert (neither.code, neither.errors) == (
+        2,
+        ["error: data tokenize: give --output or --output-prefix, one of the two"],
+    )
+
+
 def test_a_folder_that_holds_no_dataset_is_refused(tmp_path: Path) -> None:
     ended = run("data", "inspect", str(tmp_path))
     assert ended.code == 2

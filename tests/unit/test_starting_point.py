@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import planning
@@ -10,8 +11,8 @@ from test_store import DATA_NAMES, flip_a_byte, publish
 
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
-from raytrain_llama3.errors import ConfigError, NoSafeStateError
-from raytrain_llama3.launch.checkpoints import starting_point
+from raytrain_llama3.errors import ConfigError, DataChangedError, NoSafeStateError
+from raytrain_llama3.launch.checkpoints import changes_since, starting_point
 from raytrain_llama3.messages import ResumePoint
 
 
@@ -61,6 +62,27 @@ def test_verifying_takes_the_newest_whose_bytes_are_right(tmp_path: Path) -> Non
     assert unverified is not None
     assert verified is not None
     assert (unverified.step, verified.step) == (20, 10)
+
+
+DATA = {"seed": 1, "weights": ["1"], "sources": [{"kind": "mock-1", "seed": 1}]}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_other_data_is_refused_wherever_the_checkpoint_is(tmp_path: Path, own: bool) -> None:
+    folder = tmp_path / ("own" if own else "other")
+    publish(folder, 10)
+    sidecar = folder / "iter_0000010" / "sidecar.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"data": DATA}))
+    flags = () if own else ("--load", str(folder))
+    resume = start(tmp_path, *flags)
+    assert changes_since(resume, DATA, accept=False) == []
+    with pytest.raises(DataChangedError, match=r"checkpoint at step 10.*\n.*seed was 1, is 7.*(\n.*)*--data-changed"):
+        changes_since(resume, DATA | {"seed": 7}, accept=False)
+    assert changes_since(resume, DATA | {"seed": 7}, accept=True) == ["seed was 1, is 7: samples come in another order"]
+    # Weights alone begin anew, with any data; so does a run without a checkpoint.
+    if not own:
+        assert changes_since(start(tmp_path, *flags, "--load-weights-only"), {"seed": 7}, accept=False) == []
+    assert changes_since(None, {"seed": 7}, accept=False) == []
 
 
 def test_weights_alone_need_a_folder_that_says_whose(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ benchmarks: .venv/.ready  ## measure start-up, step overhead, recovery and check
 	$(RUN) benchmarks/step_overhead.py
 	$(RUN) benchmarks/recovery.py
 	$(RUN) benchmarks/checkpoint.py
+	$(RUN) benchmarks/data.py
 
 lock: $(UV)  ## choose exact versions anew
 	$(UV) pip compile -q pyproject.toml --extra dev --extra demo --extra hf --universal \

@@ -32,7 +32,7 @@ def main() -> int:
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", address="local")
     samples: Any = our_samples(folder)
-    put = [ray.put(Sources(samples, samples))]
+    put = [ray.put((Sources(samples, samples), {}))]
     feeder = ray.remote(Feeder).options(num_cpus=0).remote()
     ray.get(feeder.begin.remote(put))
     link = FeederLink(feeder, put, 1, 8, 4, {}, 1, None, "the feeder")

@@ -122,3 +122,12 @@ def for_workers(environment: Mapping[str, str], device: str, device_name: str, t
         if _is_forwarded(name):
             chosen[name] = value
     return chosen
+
+
+_FILESYSTEM_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "HADOOP_", "ARROW_", "LIBHDFS_")
+_FILESYSTEM_NAMES = frozenset({"CLASSPATH", "JAVA_HOME", "KRB5CCNAME", "KRB5_CONFIG"})
+
+
+def for_feeders(environment: Mapping[str, str]) -> dict[str, str]:
+    """What filesystems read of the environment in which the driver opened the data: keys, regions, where Hadoop is."""
+    return {k: v for k, v in environment.items() if k in _FILESYSTEM_NAMES or k.startswith(_FILESYSTEM_PREFIXES)}

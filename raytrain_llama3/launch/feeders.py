@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.data.feed import Request, needs_tokens, read_share
 from raytrain_llama3.data.samples import Samples
@@ -42,8 +43,8 @@ _ANSWER_S = 3.0
 class Feeder:
     """The actor: reads shares, and keeps each in the object store until every rank that needs it has asked for it.
 
-    `sources` everywhere is a list of one reference, to the run's `Sources`, which the driver keeps. It comes with each
-    request, since a feeder that Ray makes anew knows nothing.
+    `sources` everywhere is a list of one reference, to the run's `Sources` and the environment to open them in, which
+    the driver keeps. It comes with each request, since a feeder that Ray makes anew knows nothing.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,8 @@ class Feeder:
 
         end_pids([former] if former else [], 0)
         if self._sources is None:
-            self._sources = ray.get(sources[0])
+            self._sources, environment = ray.get(sources[0])
+            env.apply(environment, ())
 
     def take(self, sources: list[Any], request: Request, takers: int, most: int) -> list[Any]:
         """A reference to the share, in a list so that Ray does not fetch it for the caller.
@@ -196,7 +198,8 @@ class Feeders:
         for node in [n for n, held in self._held.items() if reservations.get(n) is not held.reservation]:
             self._held.pop(node).end()
         if self._put is None:
-            self._put = ray.put(self._sources)
+            # Not in the actors' runtime environment, which the dashboard shows: there may be keys in it.
+            self._put = ray.put((self._sources, env.for_feeders(env.snapshot())))
         self._renew_silent()
         for node, reservation in reservations.items():
             if node not in self._held:

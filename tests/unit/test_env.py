@@ -137,3 +137,8 @@ def test_a_snapshot_is_a_copy() -> None:
     before["ONLY_HERE"] = "1"
     assert "LATER" not in before
     assert "ONLY_HERE" not in os.environ
+
+
+def test_feeders_get_what_filesystems_read_and_no_more() -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "k", "GOOGLE_APPLICATION_CREDENTIALS": "/f", "HADOOP_HOME": "/h", "CLASSPATH": "c"}
+    assert env.for_feeders(keys | {"RANK": "1", "HOME": "/", "NCCL_DEBUG": "INFO"}) == keys

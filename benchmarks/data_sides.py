@@ -103,12 +103,13 @@ def mosaic(folder: Path) -> Iterator[np.ndarray]:
 
 def megatron(folder: Path) -> Iterator[np.ndarray]:
     """Megatron-core's `GPTDataset` on .bin and .idx, which packs and shuffles."""
+    from data_files import VOCAB
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
     class Tokenizer:
-        eod, pad, unique_identifiers = 0, 0, {"name": "ids"}
+        eod, pad, vocab_size, unique_identifiers = 0, 0, VOCAB, {"name": "ids"}
 
     prefix = str(folder / "text")
     config = GPTDatasetConfig(

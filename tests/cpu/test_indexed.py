@@ -33,7 +33,7 @@ def write(prefix: Path, dtype: type, count: int = 300) -> list[np.ndarray]:
 class Tokenizer:
     """As little of one as GPTDataset asks for."""
 
-    eod, pad, unique_identifiers = END, 0, {"name": "ids"}
+    eod, pad, vocab_size, unique_identifiers = END, 0, 300, {"name": "ids"}
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])

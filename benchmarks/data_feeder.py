@@ -48,7 +48,12 @@ def main() -> int:
         while (took := time.perf_counter() - began) < seconds:
             total += sum(int(batch.max()) for batch in feed.micro_batches("train", first))
             first += BATCH
-        told |= {"tokens": (first - BATCH) * SEQ, "seconds": took, "cpu_s": sum(process.cpu_times()[:2]) - cpu, "sum": total}
+        told |= {
+            "tokens": (first - BATCH) * SEQ,
+            "seconds": took,
+            "cpu_s": sum(process.cpu_times()[:2]) - cpu,
+            "sum": total,
+        }
     told |= {"peak_bytes": peak.bytes, "stored_bytes": peak.shared_bytes}
     waits = []
     for _ in range(steps):

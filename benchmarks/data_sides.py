@@ -3,7 +3,7 @@
     python benchmarks/data_sides.py SIDE FOLDER SECONDS
 
 Prints one line of JSON: tokens, seconds, seconds of CPU, and the peak of anonymous memory in bytes. Every batch is an
-array of the ids that a step would be given, `[8, 8193]`, of whatever integer type the side gives.
+array of the ids that a step would be given, `[8, 8193]`: int32 (torch embeds no uint16), or `GPTDataset`'s own int64.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def hugging_face(folder: Path) -> Iterator[np.ndarray]:
     rows = Dataset.from_file(str(folder / "rows.arrow")).with_format("numpy")
     order = np.random.default_rng(1).permutation(len(rows))
     for first in itertools.cycle(range(0, len(rows) - BATCH, BATCH)):
-        yield rows[order[first : first + BATCH].tolist()]["input_ids"]
+        yield rows[order[first : first + BATCH].tolist()]["input_ids"].astype(np.int32)
 
 
 def mosaic(folder: Path) -> Iterator[np.ndarray]:
@@ -97,7 +97,7 @@ def mosaic(folder: Path) -> Iterator[np.ndarray]:
         for row in rows:
             batch.append(row["tokens"])
             if len(batch) == BATCH:
-                yield np.stack(batch)
+                yield np.stack(batch).astype(np.int32)
                 batch = []
 
 

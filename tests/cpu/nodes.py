@@ -19,6 +19,7 @@ from sandbox import FOUR, Sandbox
 
 CPUS = 2
 TWO_NODES = (*FOUR, "--num-nodes", "2", "--gpus-per-node", str(CPUS), "--micro-batch-size", "4")
+_KINDS = ("TrainWorker", "Feeder")
 _MARK = "RAYTRAIN_TEST_CLUSTER"
 
 
@@ -70,7 +71,7 @@ class Nodes:
             return _Gone()  # type: ignore[return-value]
 
     def ranks(self, patience_s: float = 10.0) -> list[int]:
-        """Processes of ranks, training or standing by, that are still there after some time."""
+        """Processes of ranks, training or standing by, and of feeders, that are still there after some time."""
         deadline = time.monotonic() + patience_s
         while (found := self._ranks()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -91,7 +92,8 @@ class Nodes:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if "TrainWorker" in " ".join(process.cmdline()) and process.environ().get(_MARK) == self._mark:
+                name = " ".join(process.cmdline())
+                if any(kind in name for kind in _KINDS) and process.environ().get(_MARK) == self._mark:
                     found.append(process.pid)
         return found
 

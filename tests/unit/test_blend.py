@@ -64,6 +64,19 @@ def test_sources_of_equal_length_are_walked_in_orders_of_their_own():
         assert np.array_equal(row, sources[source].windows(np.array([window]))[0])
 
 
+@pytest.mark.parametrize("weights", [["1"], ["0.7", "0.2", "0.1"]])
+def test_a_sample_is_the_same_whatever_is_asked_with_it(weights):
+    sources = [MockSource(seed, 500, 8, 640 + seed) for seed in range(len(weights))]
+    numbers = np.array([0, 4095, 4096, 5, 8191, 8192, 10**6, 10**12, 3])
+    alone = [Samples(sources, weights, 5).windows_of(numbers[i : i + 1])[0] for i in range(len(numbers))]
+    samples = Samples(sources, weights, 5)
+    for asked in (numbers[:6], numbers, numbers[:1], np.arange(60_000, dtype=np.int64), numbers[::-1]):
+        found = dict(zip(asked.tolist(), samples.windows_of(asked), strict=True))
+        assert all(found.get(n, place) == place for n, place in zip(numbers.tolist(), alone, strict=True))
+    assert samples.windows_of(numbers[:0]) == []
+    assert samples.read(numbers[:0]).shape == (0, 9)
+
+
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [

@@ -23,6 +23,8 @@ from typing import Any
 
 import data_files
 
+FEEDER_BATCHES = "1000"
+"""Batches of 8 samples that are taken as fast as they come: as many from 1 GB as from 10."""
 HERE = Path(__file__).resolve().parent
 WRITERS = {
     "ours": data_files.write_ours,
@@ -102,9 +104,9 @@ def _feeder(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     if not (folder / "ours").exists():
         data_files.write_ours(folder / "ours", int(given.size * 5e8))
     _warm(folder / "ours")
-    small = _run("data_feeder.py", str(folder / "ours"), str(given.seconds), "100")
+    small = _run("data_feeder.py", str(folder / "ours"), FEEDER_BATCHES, "100")
     data_files.write_ours(folder / "large", int(given.large * 5e8))
-    large = _run("data_feeder.py", str(folder / "large"), str(given.seconds), "100")
+    large = _run("data_feeder.py", str(folder / "large"), FEEDER_BATCHES, "100")
     print("\nOne feeder to one rank through the object store")
     for size, told in ((given.size, small), (given.large, large)):
         memory = told["peak_bytes"] + told["stored_bytes"]

@@ -1,6 +1,6 @@
 """One real feeder to one rank through Ray's object store: speed, memory and the rank's wait.
 
-    python benchmarks/data_feeder.py FOLDER SECONDS STEPS
+    python benchmarks/data_feeder.py FOLDER BATCHES STEPS
 
 Prints one line of JSON.
 """
@@ -27,7 +27,7 @@ STEP_S = 0.1
 
 def main() -> int:
     """Measure a free run, then a run of steps of 100 ms."""
-    folder, seconds, steps = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    folder, batches, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", address="local")
@@ -45,12 +45,12 @@ def main() -> int:
         list(feed.micro_batches("train", 0))
         began, cpu, first = time.perf_counter(), sum(process.cpu_times()[:2]), BATCH
         total = 0
-        while (took := time.perf_counter() - began) < seconds:
+        while first <= batches * BATCH:
             total += sum(int(batch.max()) for batch in feed.micro_batches("train", first))
             first += BATCH
         told |= {
             "tokens": (first - BATCH) * SEQ,
-            "seconds": took,
+            "seconds": time.perf_counter() - began,
             "cpu_s": sum(process.cpu_times()[:2]) - cpu,
             "sum": total,
         }

@@ -60,7 +60,7 @@ class ParquetShard:
 
         try:
             column = self._place.reading(name, read)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{name}: damaged ({error}); restore it") from error
         array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
         if isinstance(array, pa.ChunkedArray):

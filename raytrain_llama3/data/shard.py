@@ -80,6 +80,8 @@ def open_shard(place: Place, shard: Shard, column: str | None) -> OpenShard:
                 f"shard {name} is {how}: {size} bytes, it had {shard.bytes}; copy it again or make the dataset again"
             )
         opened = _open(place, shard.file, column, shard.units)
+    except UnicodeDecodeError as error:
+        raise _names_damaged(name, error) from error
     except OSError as error:
         raise DataError(f"shard {name} cannot be read ({error}); restore it or make the dataset again") from error
     found = int(opened.rows.sum()), int(opened.tokens.sum())
@@ -95,10 +97,16 @@ def count(place: Place, path: str, size: int, column: str | None) -> Shard:
     """What is in a shard that no manifest tells of. Raises `DataError` as `open_shard` does."""
     try:
         opened = _open(place, path, column, None)
+    except UnicodeDecodeError as error:
+        raise _names_damaged(place.name(path), error) from error
     except OSError as error:
         raise DataError(f"shard {place.name(path)} cannot be read ({error})") from error
     units = tuple(zip(opened.rows.tolist(), opened.tokens.tolist(), strict=True))
     return Shard(path, sum(rows for rows, _ in units), sum(tokens for _, tokens in units), size, "", units)
+
+
+def _names_damaged(name: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"shard {name} is damaged (the name of a column is not UTF-8: {error}); restore it")
 
 
 def _open(place: Place, path: str, column: str | None, units: tuple[tuple[int, int], ...] | None) -> OpenShard:

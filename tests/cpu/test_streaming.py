@@ -66,6 +66,13 @@ def in_epochs(windows: np.ndarray, seed: int, samples: np.ndarray) -> np.ndarray
     return windows[SampleOrder(seed, len(windows), block_windows(SEQ)).locate(samples)]
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 FLAGS = ("--dtype", "fp32", "--seq-length", str(SEQ), "--tokenizer-arg", "ids", "--eod-token", str(END))
 FLAGS += ("--split", "1,0,0", "--trace-samples")
 
@@ -187,7 +194,11 @@ def test_a_feeder_that_does_not_answer_is_replaced_before_the_next_attempt(local
         feed = RankFeed(link, run_plan.layout, 0)
         found = np.concatenate(list(feed.micro_batches("train", 16)))
         assert np.array_equal(found, made._sources.train.read(np.arange(16, 24)))
-        assert not psutil.pid_exists(pid)
+        # What is left of it may wait for its raylet to notice.
+        deadline = time.monotonic() + 20
+        while is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_alive(pid)
         assert made._held["node"].posts != [hung]
 
 

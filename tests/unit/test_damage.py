@@ -83,6 +83,15 @@ def test_a_byte_changed(whole, tmp_path_factory, shard, at, byte):
     assert found.max() < VOCAB
 
 
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_a_columns_name_that_is_no_text(tmp_path, form):
+    folder = write(tmp_path / "data", form)
+    file = folder / f"1.{form}"
+    file.write_bytes(file.read_bytes().replace(b"other", b"oth\xe9r"))
+    with pytest.raises(DataError, match=rf"1\.{form} is damaged \(the name of a column is not UTF-8"):
+        read_all(folder)
+
+
 BAD_COLUMNS = [
     (pa.array(["a"] * 20), r"1\.{form}: column 'input_ids' is string, wanted list"),
     (pa.array([1] * 20), r"1\.{form}: column 'input_ids' is int64, wanted list"),

@@ -44,7 +44,8 @@ class ArrowShard:
     def load(self, unit: int) -> Unit:
         """Read one record batch; of a local file only its place."""
         name = f"{self._name}, record batch {unit}"
-        found = unit_of(self._name, int(self._first_rows[unit]), self._place.reading(name, lambda: self._batch(unit)))
+        array = self._place.reading(name, lambda: self._batch(unit))
+        found = unit_of(self._name, int(self._first_rows[unit]), int(self.rows[unit]), array)
         if len(found.ids) != self.tokens[unit]:
             raise DataError(f"{name} holds {len(found.ids)} tokens, and it had {self.tokens[unit]}; restore the shard")
         return found

@@ -65,7 +65,7 @@ class ParquetShard:
         array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
         if isinstance(array, pa.ChunkedArray):
             array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
-        return unit_of(self._name, int(self._first_rows[group]), array)
+        return unit_of(self._name, int(self._first_rows[group]), int(self.rows[group]), array)
 
     def _count(self, group: int, chunk: Any) -> int:
         statistics = chunk.statistics if chunk.is_stats_set else None

@@ -144,8 +144,13 @@ def check_type(name: str, column: str, found: Any) -> None:
         )
 
 
-def unit_of(name: str, first_row: int, array: Any) -> Unit:
-    """A list array of token ids as a unit, nothing copied. Raises `DataError` naming file and row for a null."""
+def unit_of(name: str, first_row: int, rows: int, array: Any) -> Unit:
+    """A list array of token ids as a unit of `rows` documents, nothing copied.
+
+    Raises `DataError`, naming file and row, for a null or another number of rows.
+    """
+    if len(array) != rows:
+        raise DataError(f"shard {name}, from row {first_row}: {len(array)} rows, its layout says {rows}; restore it")
     try:
         array.validate()
     except pa.ArrowException as error:

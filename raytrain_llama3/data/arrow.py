@@ -61,18 +61,18 @@ class ArrowShard:
         try:
             with self._lock:
                 return self._reader.get_batch(number).column(self._column)
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise DataError(f"shard {self._name}, record batch {number}: damaged ({error}); restore it") from error
 
     def _opened(self) -> Any:
         try:
             return self._place.reading(self._name, lambda: pa.ipc.open_file(self._file))
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             if self.is_mapped:
                 try:
                     self._file.seek(0)
                     return _Stream(pa.ipc.open_stream(self._file).read_all())
-                except pa.ArrowInvalid:
+                except pa.ArrowException:
                     pass
             raise DataError(
                 f"shard {self._name} is not an Arrow IPC file ({error}); restore it or make the dataset again"

@@ -26,15 +26,18 @@ class ParquetShard:
         try:
             self._file: Any = place.reading(self._name, lambda: pq.ParquetFile(place.open(path)))
             schema = self._file.schema_arrow
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise DataError(
                 f"shard {self._name} is not a Parquet file ({error}); restore it or make the dataset again"
             ) from error
         self._column = column_name(self._name, schema.names, column)
         check_type(self._name, self._column, schema.field(self._column).type)
         metadata = self._file.metadata
-        leaf = next((i for i in range(metadata.num_columns) if _root(metadata, i) == self._column), 0)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        if any(group.num_columns != metadata.num_columns for group in groups):
+            # Asked for a column that is not there, pyarrow would end the process.
+            raise DataError(f"shard {self._name} is damaged (its row groups lack columns); restore it")
+        leaf = next((i for i in range(metadata.num_columns) if _root(metadata, i) == self._column), 0)
         self.rows: Counts = np.array([group.num_rows for group in groups], dtype=np.int64)
         self._first_rows = np.concatenate([[0], np.cumsum(self.rows)])
         self.tokens: Counts = np.array(
@@ -76,4 +79,5 @@ class ParquetShard:
 
 
 def _root(metadata: Any, column: int) -> str:
-    return str(metadata.row_group(0).column(column).path_in_schema).split(".", 1)[0] if metadata.num_row_groups else ""
+    """The name of the top column that the leaf `column` is part of."""
+    return str(metadata.schema.column(column).path).split(".", 1)[0]

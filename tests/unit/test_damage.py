@@ -42,7 +42,7 @@ def whole(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("whole") / "data", request.param)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shard=st.integers(0, 10), cut=st.floats(0, 1))
 def test_a_file_cut_short(whole, tmp_path_factory, shard, cut):
     """Wherever it is cut: found out when the data is opened or read, with the file's name."""
@@ -64,7 +64,7 @@ def test_a_file_cut_short(whole, tmp_path_factory, shard, cut):
         assert file.suffix == ".arrow" or np.array_equal(found, expected(DOCUMENTS, 16, True))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shard=st.integers(0, 10), at=st.floats(0, 1), byte=st.integers(1, 255))
 def test_a_byte_changed(whole, tmp_path_factory, shard, at, byte):
     """No crash, no window with an id that the vocabulary does not hold."""

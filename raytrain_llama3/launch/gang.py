@@ -58,10 +58,9 @@ class Gang:
         rendezvous = Rendezvous(first.spec.node_ip, port, prefix)
         plan = ray.put(self.plan)
         # The task has the rank's name in the dashboard, whichever process it runs in.
-        self._running = {
-            m.process.actor.run.options(name=m.spec.name).remote(plan, m.spec, rendezvous, resume, links[m.spec.rank]): m
-            for m in self.members
-        }
+        for m in self.members:
+            run = m.process.actor.run.options(name=m.spec.name)
+            self._running[run.remote(plan, m.spec, rendezvous, resume, links[m.spec.rank])] = m
 
     @property
     def is_running(self) -> bool:

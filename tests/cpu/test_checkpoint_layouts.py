@@ -18,6 +18,7 @@ from training import Workers, plan, spec
 from raytrain_llama3.checkpoint.distcp import read_metadata
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data.feed import RankFeed, local_link
 from raytrain_llama3.messages import ProcessFacts, RankSpec, Rendezvous, ResumePoint, SaveRecord
 from raytrain_llama3.train.worker import TrainWorker
 
@@ -49,7 +50,8 @@ class MatrixWorker(TrainWorker):
         losses, saves = [], []
         self._reporter.begin(me.rank)
         with open_process(run_plan, me, rendezvous, self._facts, self._store) as process:
-            loop = TrainingLoop(run_plan, process, None, self._reporter, self._stop, {})
+            feed = RankFeed(local_link(run_plan), run_plan.layout, process.dp_rank)
+            loop = TrainingLoop(run_plan, process, None, self._reporter, self._stop, {}, feed)
             for number, source in enumerate(sources):
                 if source is not None:
                     loop.load(source)

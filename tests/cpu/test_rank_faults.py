@@ -13,6 +13,7 @@ from training import Workers, plan
 
 from raytrain_llama3.checkpoint.store import CheckpointStore
 from raytrain_llama3.config.plan import RunPlan
+from raytrain_llama3.data.feed import Link
 from raytrain_llama3.errors import RankError
 from raytrain_llama3.launch.process import CONTROL
 from raytrain_llama3.messages import EndReason, FailureKind, Phase, RankResult, RankSpec, Rendezvous, ResumePoint
@@ -24,10 +25,17 @@ PATIENCE_S = 120
 class Watched(TrainWorker):
     """A real worker that can also be looked into, and whose process can be used again after an error."""
 
-    def run(self, plan: RunPlan, spec: RankSpec, rendezvous: Rendezvous, resume: ResumePoint | None) -> RankResult:
+    def run(
+        self,
+        plan: RunPlan,
+        spec: RankSpec,
+        rendezvous: Rendezvous,
+        resume: ResumePoint | None,
+        link: Link | None = None,
+    ) -> RankResult:
         self.error: BaseException | None = None
         try:
-            return super().run(plan, spec, rendezvous, resume)
+            return super().run(plan, spec, rendezvous, resume, link)
         except BaseException as error:
             self.error = error  # What it holds must not keep the attempt alive.
             self._leave()

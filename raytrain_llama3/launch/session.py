@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +126,7 @@ class Session:
             for n in ray_state.node_table()
             if n["Alive"]
         ]
-        return sorted(newest(nodes), key=lambda node: node.order)
+        return sorted(certain(newest(nodes), nodes), key=lambda node: node.order)
 
 
 def newest(nodes: Sequence[Node]) -> list[Node]:
@@ -135,6 +136,17 @@ def newest(nodes: Sequence[Node]) -> list[Node]:
         if node.pod is not None:
             latest[node.pod] = max(latest.get(node.pod, 0.0), float(node.labels[STARTED]))
     return [node for node in nodes if node.pod is None or float(node.labels[STARTED]) == latest[node.pod]]
+
+
+def certain(nodes: Sequence[Node], living: Sequence[Node]) -> list[Node]:
+    """Without the nodes whose former raylet, at the same address, Ray still takes for alive.
+
+    Ray's head speaks with both over one connection, which hangs when the former was cut off rather than ended. A
+    placement group that is asked for meanwhile fails, and Ray never counts its devices as free again. The new raylet
+    denies to be the former when it is asked, so that this lasts for seconds.
+    """
+    there = Counter((node.ip, node.port) for node in living)
+    return [node for node in nodes if not node.port or there[node.ip, node.port] == 1]
 
 
 def address_key(ip: str) -> tuple[int, ...]:

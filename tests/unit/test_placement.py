@@ -10,7 +10,7 @@ from planning import TINY, cpu, planned
 
 from raytrain_llama3.config.plan import DeviceSupply
 from raytrain_llama3.launch.placement import assign_ranks, choose_nodes, no_room, slots
-from raytrain_llama3.launch.session import DEVICES, POD, STARTED, Node, address_key, newest
+from raytrain_llama3.launch.session import DEVICES, POD, STARTED, Node, address_key, certain, newest
 from raytrain_llama3.messages import DeviceSlot, RankSpec
 
 NOBODY = frozenset[str]()
@@ -209,6 +209,13 @@ def test_of_a_pod_that_came_back_only_the_newest_node_counts() -> None:
     former, newer, other = of_pod(1, "10.0.0.1", 5), of_pod(1, "10.0.0.1", 9), of_pod(0, "10.0.0.9", 2)
     foreign = node("10.0.0.2", 2)
     assert newest([former, foreign, newer, other]) == [foreign, newer, other]
+
+
+def test_a_node_waits_for_the_end_of_the_former_one_at_its_address() -> None:
+    former, newer = (Node(name, "10.0.0.2", {}, {}, port=7001) for name in ("former", "newer"))
+    beside, unknown = Node("beside", "10.0.0.2", {}, {}, port=7002), Node("unknown", "10.0.0.2", {}, {})
+    assert certain([newer, beside, unknown], [former, newer, beside, unknown]) == [beside, unknown]
+    assert certain([newer, beside, unknown], [newer, beside, unknown]) == [newer, beside, unknown]
 
 
 def test_a_raylet_that_refused_is_gone_whoever_listens_at_its_port_later() -> None:

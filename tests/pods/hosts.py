@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -110,7 +111,9 @@ class Network:
         self.mark = uuid.uuid4().hex[:6]
         self.bridge = f"rt{self.mark}br"
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "VIRTUAL_ENV")}
-        own = {"HOME": str(temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        # What a killed pod leaves there goes with the network; short, as Ray's sockets want.
+        self._temporary = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
+        own = {"HOME": str(temporary), "TMPDIR": str(self._temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.environment = kept | own
         self._hosts: list[Host] = []
         sh("ip", "link", "add", self.bridge, "type", "bridge")
@@ -124,6 +127,7 @@ class Network:
         for host in self._hosts:
             host.close()
         sh("ip", "link", "del", self.bridge, check=False)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 class Pod:

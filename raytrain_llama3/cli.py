@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_llama3 import __version__
-from raytrain_llama3.commands import check, submit
+from raytrain_llama3.commands import cluster
 from raytrain_llama3.config import env, estimate, flags, machine, rules
 from raytrain_llama3.config.load import Loaded, load, table
 from raytrain_llama3.config.plan import DeviceSupply, RunPlan
 from raytrain_llama3.config.summary import summary
 from raytrain_llama3.errors import ConfigError, RaytrainError
-from raytrain_llama3.launch import result
 from raytrain_llama3.launch.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def _train(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         stack.enter_context(stop.unwrapped())
-        pod = check.introduce(loaded, _say)
+        pod = cluster.introduce(loaded, _say)
         if pod is not None and not pod.pods.is_head:
             return _serve(pod, stop)
         session, plan, supply = _connect(loaded, stack, stop, pod)
@@ -77,8 +76,11 @@ def _train(argv: list[str]) -> int:
             code, end, numbers = *_ended_badly(error), None
         if session is not None and session.farewell is not None:
             session.farewell.tell(code)
-    result.leave(plan.paths, code, end)
-    _say(_closing(plan, code, end, numbers, time.monotonic() - began))
+    from raytrain_llama3.launch import result
+
+    saved = result.saved_step(plan.paths)
+    result.leave(plan.paths, code, end, saved)
+    _say(_closing(plan, code, end, saved, numbers, time.monotonic() - began))
     return code
 
 
@@ -96,7 +98,7 @@ def _introduce(loaded: Loaded, plan: RunPlan, supply: DeviceSupply) -> None:
 def _folders_note(loaded: Loaded, plan: RunPlan) -> list[str]:
     here = Path.cwd()
     inside = [path for path in (plan.paths.checkpoints, plan.paths.tensorboard) if path.is_relative_to(here)]
-    if not inside or "RAY_JOB_CONFIG_JSON_ENV_VAR" not in loaded.environ:
+    if not inside or env.IN_A_JOB not in loaded.environ:
         return []
     return [
         f"{' and '.join(map(str, inside))}: inside Ray's copy of the working folder, which goes with the cluster; give "
@@ -120,13 +122,11 @@ def _connect(
     if loaded.config.ray_address is None and pod is None:
         supply = machine.local_supply(loaded.config, loaded.environ)
         return None, rules.plan_run(loaded, supply, machine.cores()), supply
-    from raytrain_llama3.launch import head, session
     from raytrain_llama3.launch.supply import cluster_supply
 
     rules.check_anywhere(loaded)
-    joined = stack.enter_context(
-        session.join(str(loaded.config.ray_address), stop) if pod is None else head.lead(pod, stop)
-    )
+    joined = cluster.joined(loaded, pod, stack, stop)
+    assert joined is not None
     supply, cores = cluster_supply(joined, loaded.config)
     return joined, rules.plan_run(loaded, supply, cores), supply
 
@@ -150,9 +150,9 @@ def _supervise(
     resume = starting_point(store, plan)
     for line in changes_since(resume, sources.fingerprint(), accept=plan.config.data_changed == "accept"):
         _say(f"note: data changed: {line}")
-    cluster = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size, stop))
-    if cluster.dashboard_url:
-        _say(f"Ray dashboard: http://{cluster.dashboard_url}{session.token_hint()}")
+    here = joined or stack.enter_context(session.start(plan.config, plan.device, plan.layout.world_size, stop))
+    if here.dashboard_url:
+        _say(f"Ray dashboard: http://{here.dashboard_url}{session.token_hint()}")
     c = plan.config
     board = stack.enter_context(
         metrics.open_metrics(
@@ -168,7 +168,7 @@ def _supervise(
     ray_s = time.monotonic() - began
     try:
         with stop.unwrapped():
-            result = Supervisor(plan, TrainWorker, cluster, store, board, stop, sources).run()
+            result = Supervisor(plan, TrainWorker, here, store, board, stop, sources).run()
         code, end = 0, _ended_well(plan, result, ray_s)
     except RaytrainError as error:
         code, end = _ended_badly(error)
@@ -187,7 +187,7 @@ def _ended_well(plan: RunPlan, result: RunResult, ray_s: float) -> str:
     return f"{result.reason.value}: step {result.step}, {result.samples} samples{target}\n  seconds      {spent}"
 
 
-def _closing(plan: RunPlan, code: int, end: str, numbers: Summary | None, seconds: float) -> str:
+def _closing(plan: RunPlan, code: int, end: str, saved: int | None, numbers: Summary | None, seconds: float) -> str:
     from raytrain_llama3.metrics.console import summary_lines
 
     rows = [end, *(f"  {line}" for line in (summary_lines(numbers) if numbers is not None else ()))]
@@ -195,7 +195,7 @@ def _closing(plan: RunPlan, code: int, end: str, numbers: Summary | None, second
         f"  exit code    {code}, after {seconds:.1f} s",
         f"  checkpoints  {plan.paths.checkpoints}",
         f"  tensorboard  {plan.paths.tensorboard}",
-        f"  saved        {result.saved(plan.paths)}",
+        "  saved        " + ("no complete checkpoint" if saved is None else f"up to step {saved}"),
     ]
     return "\n".join(rows)
 
@@ -241,10 +241,14 @@ def _checkpoint(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
+    from raytrain_llama3.commands import check
+
     return check.run(PROGRAM, argv, sys.stdout.write)
 
 
 def _submit(argv: list[str]) -> int:
+    from raytrain_llama3.commands import submit
+
     return submit.run(PROGRAM, argv, sys.stdout.write)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from raytrain_llama3.commands import cluster
 from raytrain_llama3.config import env, machine, rules
 from raytrain_llama3.config.load import Loaded, load
 from raytrain_llama3.config.plan import DeviceSupply
 from raytrain_llama3.errors import HardwareError
-from raytrain_llama3.launch.pod import Pod
-from raytrain_llama3.launch.session import Session
 from raytrain_llama3.launch.signals import StopSignal
+
+if TYPE_CHECKING:
+    from raytrain_llama3.launch.pod import Pod
+    from raytrain_llama3.launch.session import Session
 
 _JSON = "--json"
 _HELP = f"""usage: {{program}} check [{_JSON}] [options as for train]
@@ -35,31 +39,12 @@ def run(program: str, argv: Sequence[str], write: Callable[[str], object]) -> in
     say = (lambda _text: None) if as_json else (lambda text: write(text + "\n"))
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        pod = introduce(loaded, say)
+        pod = cluster.introduce(loaded, say)
         if pod is not None and not pod.pods.is_head:
             from raytrain_llama3.launch import joiner
 
             return joiner.serve(pod, stop)
         return _check(loaded, pod, stack, stop, as_json, write)
-
-
-def introduce(loaded: Loaded, say: Callable[[str], object]) -> Pod | None:
-    """Say what the pod's variables become; the pod, where several of them form a cluster."""
-    if loaded.pods is None:
-        return None
-    from raytrain_llama3.config import pods
-    from raytrain_llama3.launch import limits, ports
-    from raytrain_llama3.launch.pod import own_address
-
-    config = loaded.config
-    limits.raise_open_files()
-    supply = machine.local_supply(config, loaded.environ)
-    pod = Pod(loaded, loaded.pods, supply, rules.run_paths(config, Path.cwd()).checkpoints, say)
-    address = own_address(loaded.pods, config.node_address)
-    say(pods.table(loaded.pods, rules.devices_used(config, supply)[0], supply.device, address, pod.plan))
-    for line in (*ports.overlap(pod.plan), *limits.shortages(supply.device)):
-        say(f"note: {line}")
-    return pod if loaded.pods.count > 1 else None
 
 
 def _check(
@@ -87,15 +72,11 @@ def _check(
 def _cluster(
     loaded: Loaded, pod: Pod | None, stack: contextlib.ExitStack, stop: StopSignal
 ) -> tuple[Session, DeviceSupply]:
-    from raytrain_llama3.launch import head, session
+    from raytrain_llama3.launch import session
     from raytrain_llama3.launch.supply import cluster_supply
 
-    config = loaded.config
-    if pod is not None:
-        joined = stack.enter_context(head.lead(pod, stop))
-    elif config.ray_address is not None:
-        joined = stack.enter_context(session.join(config.ray_address, stop))
-    else:
-        supply = machine.local_supply(config, loaded.environ)
-        return stack.enter_context(session.start(config, supply.device, sum(supply.per_node), stop)), supply
-    return joined, cluster_supply(joined, config)[0]
+    joined = cluster.joined(loaded, pod, stack, stop)
+    if joined is not None:
+        return joined, cluster_supply(joined, loaded.config)[0]
+    supply = machine.local_supply(loaded.config, loaded.environ)
+    return stack.enter_context(session.start(loaded.config, supply.device, sum(supply.per_node), stop)), supply

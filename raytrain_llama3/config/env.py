@@ -27,6 +27,9 @@ FORWARDED = frozenset(
 HOST_OWN = frozenset({"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"})
 """Never sent to another host: they name things of the host on which they are set."""
 
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it in the environment of a submitted job."""
+
 _OF_THIS_HOST = ("RAY_ADDRESS", "PODS", "NODE_RANK", "NODE_ADDRESS")
 
 RENAMED = {"NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}

@@ -10,13 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raytrain_llama3.config import env_file, flags, pods, schema
+from raytrain_llama3.config import env, env_file, flags, pods, schema
 from raytrain_llama3.config.flags import Assignment
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
-
-IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets it in the environment of a submitted job."""
 
 _JOB_STOP_WAIT_S = 3
 _FAST_TEST = {"train_samples": 1000, "lr_decay_samples": 800, "lr_warmup_samples": 100, "global_batch_size": 32}
@@ -160,7 +157,7 @@ def _settle(config: Config, origins: dict[str, str]) -> tuple[Config, list[str]]
 
 def _job_grace(config: Config, environ: Mapping[str, str]) -> tuple[Config, list[str]]:
     """A Ray job is killed so many seconds after it is asked to stop: what cannot be done by then is not begun."""
-    if IN_A_JOB not in environ:
+    if env.IN_A_JOB not in environ:
         return config, []
     text = environ.get("RAY_JOB_STOP_WAIT_TIME_S", "")
     wait_s = int(float(text)) if text.replace(".", "", 1).isdigit() else _JOB_STOP_WAIT_S

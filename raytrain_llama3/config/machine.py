@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -22,17 +22,23 @@ def local_supply(config: Config, environ: Mapping[str, str]) -> DeviceSupply:
     Raises `HardwareError` when `device` is cuda and there is no GPU, or the driver does not answer.
     """
     found = [] if config.device == "cpu" else _visible(gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
-    if found:
-        _, _, name, _, _ = found[0]
-        least_memory = min(int(memory) for *_, memory, _ in found) * 2**20
-        capability = min(float(c) for *_, c in found)
-        return DeviceSupply("cuda", (len(found),), name, least_memory, capability)
+    if there := gpu_supply(found):
+        return there
     if config.device == "cuda":
         raise HardwareError(
             "device=cuda: nvidia-smi shows no GPU on this machine; install the driver, or use device=cpu"
         )
     processes = 1 if config.gpus_per_node == "auto" else config.gpus_per_node
     return DeviceSupply("cpu", (processes,), "CPU", psutil.virtual_memory().total // processes)
+
+
+def gpu_supply(found: Sequence[Sequence[str]]) -> DeviceSupply | None:
+    """Those GPUs, rows of `gpus`, as one node's supply: the least memory and capability of any; None for none."""
+    if not found:
+        return None
+    _, _, name, _, _ = found[0]
+    least_memory = min(int(memory) for *_, memory, _ in found) * 2**20
+    return DeviceSupply("cuda", (len(found),), name, least_memory, min(float(c) for *_, c in found))
 
 
 def cores() -> int:

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raytrain_llama3.config.env import IN_A_JOB
 from raytrain_llama3.config.flags import Assignment
 from raytrain_llama3.config.ports import SPAN, PortPlan
 from raytrain_llama3.config.schema import Config
@@ -117,7 +118,7 @@ def _is_telling(name: str, words: Mapping[str, _Word]) -> bool:
 
 
 def _named_cluster(environ: Mapping[str, str], given: Mapping[str, Assignment]) -> str:
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
+    if IN_A_JOB in environ:
         return "this is a job of a Ray cluster"
     address = given.get("ray_address")
     return f"{address.source} names a Ray cluster, {address.raw}" if address else ""

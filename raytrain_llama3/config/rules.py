@@ -26,6 +26,7 @@ from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import ConfigError
 
 __all__ = [
+    "FP8_CAPABILITY",
     "adjustments",
     "check_anywhere",
     "devices_used",
@@ -38,7 +39,7 @@ __all__ = [
     "unfit",
 ]
 
-_FP8_CAPABILITY = 8.9
+FP8_CAPABILITY = 8.9
 _FP8_ATTENTION_CAPABILITY = 9.0
 _FP8_ATTENTION_CHANNELS = 128
 _SAME_MEMORY = 0.95
@@ -245,16 +246,16 @@ def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
     if supply.device == "cpu":
         if c.dtype == "fp8":
             yield (
-                f"dtype fp8 needs a GPU of compute capability {_FP8_CAPABILITY} or more (its kernels are Transformer "
+                f"dtype fp8 needs a GPU of compute capability {FP8_CAPABILITY} or more (its kernels are Transformer "
                 "Engine's); on a CPU use bf16 or fp32"
             )
         if c.dtype == "fp16":
             yield "dtype fp16 needs a GPU (its loss scaling is CUDA code); on a CPU use bf16 or fp32"
         if c.cp_size > 1:
             yield f"cp_size {c.cp_size} needs GPUs (its attention is Transformer Engine's); on a CPU use cp_size 1"
-    elif c.dtype == "fp8" and supply.capability is not None and supply.capability < _FP8_CAPABILITY:
+    elif c.dtype == "fp8" and supply.capability is not None and supply.capability < FP8_CAPABILITY:
         yield (
-            f"dtype fp8 needs compute capability {_FP8_CAPABILITY} or more; {supply.device_name} has "
+            f"dtype fp8 needs compute capability {FP8_CAPABILITY} or more; {supply.device_name} has "
             f"{supply.capability}: use --dtype bf16"
         )
 

@@ -125,13 +125,17 @@ def _found(place: Place, column: str | None, cache: Path | None, log: Callable[[
     path = place.path
     if path.endswith(f"/{MANIFEST_FILE}"):
         return _from_manifest(place, path, column)
-    if place.is_folder(path):
+    if (size := place.size(path)) is not None:
+        files = [(path, size)]
+    elif place.is_folder(path):
         manifest = f"{path.rstrip('/')}/{MANIFEST_FILE}"
         if place.size(manifest) is not None:
             return _from_manifest(place, manifest, column)
-    elif place.size(path) is None and (size := place.size(path + ".idx")) is not None:
-        return _counted(place, [(path + ".idx", size)], column, cache, log)
-    files = [(path, size)] if (size := place.size(path)) is not None else place.files(path, _SUFFIXES)
+        files = place.files(path, _SUFFIXES)
+    elif (size := place.size(path + ".idx")) is not None:
+        files = [(path + ".idx", size)]
+    else:
+        files = place.files(path, _SUFFIXES)
     if not files:
         raise DataError(
             f"{place.uri} is not a dataset: it holds no {MANIFEST_FILE} and no {', '.join(_SUFFIXES)} file. Make one "

@@ -79,8 +79,7 @@ def _documents(dataset: Dataset, vocab_size: int | None) -> Iterator[Ids]:
         opened = open_shard(dataset.place, shard, dataset.column)
         row = 0
         for number in range(len(opened.rows)):
-            unit = opened.load(number)
-            for ids in np.split(unit.ids, unit.ends[:-1]) if len(unit.ends) else ():
+            for ids in opened.load(number).documents():
                 if vocab_size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
                     raise DataError(
                         f"{dataset.place.name(shard.file)}, row {row}: ids from {ids.min()} to {ids.max()} do not fit "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,8 +112,7 @@ class SentencePieceEncoder:
 
     def encode(self, documents: Sequence[bytes]) -> list[npt.NDArray[Any] | None]:
         """Ids, uint32; None for a document that is not UTF-8."""
-        texts = [_decode(document) for document in documents]
-        return [None if t is None else np.array(self._model.encode(t), dtype=np.uint32) for t in texts]
+        return _one_by_one(documents, self._model.encode)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control symbols are nothing."""
@@ -139,8 +138,7 @@ class TiktokenEncoder:
 
     def encode(self, documents: Sequence[bytes]) -> list[npt.NDArray[Any] | None]:
         """Ids, uint32; None for a document that is not UTF-8."""
-        texts = [_decode(document) for document in documents]
-        return [None if t is None else np.array(self._encoding.encode_ordinary(t), dtype=np.uint32) for t in texts]
+        return _one_by_one(documents, self._encoding.encode_ordinary)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens by their names."""
@@ -188,6 +186,11 @@ def _imported(name: str, purpose: str) -> Any:
     except ImportError as error:
         library = name.split(".")[0]
         raise DataError(f"{purpose} takes the library {library}: pip install 'raytrain-llama3[hf]'") from error
+
+
+def _one_by_one(documents: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> list[npt.NDArray[Any] | None]:
+    texts = map(_decode, documents)
+    return [None if text is None else np.array(encode(text), dtype=np.uint32) for text in texts]
 
 
 def _decode(document: bytes) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -168,16 +169,11 @@ class _Stream:
 
     def _pieces(self, position: int, length: int) -> list[tuple[int, int, int, int]]:
         """(shard, unit, first token within it, tokens) that together are tokens [position, position + length)."""
-        at = self._start + position
-        number, pieces = bisect_right(self._token_starts, at) - 1, []
-        while length:
-            base = self._token_starts[number]
-            here = min(length, self._token_starts[number + 1] - at)
-            if here:
-                pieces += self._shard(number).pieces(number, at - base, here)
-                at, length = at + here, length - here
-            number += 1
-        return pieces
+        return [
+            (number, unit, begin, here)
+            for number, first, count in _cut(self._token_starts, self._start + position, length)
+            for unit, begin, here in _cut(self._shard(number).token_starts, first, count)
+        ]
 
     def _load(self, number: int, unit: int) -> Unit:
         shard = self._shard(number)
@@ -215,17 +211,6 @@ class _Shard:
         lengths: Counts = opened.tokens if append is None else opened.tokens + opened.rows
         self.token_starts = _starts(lengths.tolist())
         self._views: dict[int, Unit] = {}
-
-    def pieces(self, number: int, at: int, length: int) -> list[tuple[int, int, int, int]]:
-        unit, found = bisect_right(self.token_starts, at) - 1, []
-        while length:
-            base = self.token_starts[unit]
-            here = min(length, self.token_starts[unit + 1] - at)
-            if here:
-                found.append((number, unit, at - base, here))
-                at, length = at + here, length - here
-            unit += 1
-        return found
 
     def view(self, unit: int) -> Unit:
         """A unit that costs nothing to keep."""
@@ -278,3 +263,14 @@ def _starts(counts: list[int]) -> list[int]:
     for count in counts:
         starts.append(starts[-1] + count)
     return starts
+
+
+def _cut(starts: list[int], at: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(part, first within it, count) that together are [at, at + length), where part i begins at `starts[i]`."""
+    part = bisect_right(starts, at) - 1
+    while length:
+        here = min(length, starts[part + 1] - at)
+        if here:
+            yield part, at - starts[part], here
+            at, length = at + here, length - here
+        part += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +36,10 @@ class Unit:
         if callable(self._ends):
             self._ends = self._ends()
         return self._ends
+
+    def documents(self) -> Iterator[Ids]:
+        """Ids of each document, views."""
+        yield from np.split(self.ids, self.ends[:-1]) if len(self.ends) else ()
 
     def with_ends(self, end_of_document: int) -> Unit:
         """A copy in which every document is followed by `end_of_document`."""

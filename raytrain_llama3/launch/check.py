@@ -15,8 +15,7 @@ from raytrain_llama3.config.plan import Device, DeviceSupply
 from raytrain_llama3.errors import ClusterFormationError
 from raytrain_llama3.launch import node_probe, reservation
 from raytrain_llama3.launch.reservation import NoRoom, Reservation
-from raytrain_llama3.launch.session import ALL_DEVICES_VISIBLE, Node, Session
-from raytrain_llama3.launch.supply import on_node
+from raytrain_llama3.launch.session import ALL_DEVICES_VISIBLE, Node, Session, on_node
 from raytrain_llama3.messages import Finding, Verdict
 
 _RESERVE_S = 60
@@ -80,17 +79,9 @@ def _devices(node: Node, device: Device, supply: DeviceSupply) -> int:
 
 
 def _look(nodes: Sequence[Node], device: Device, folder: Path) -> list[Finding]:
-    import ray
-
-    refs = {on_node(node, node_probe.look, node.ip, node.ip, device, str(folder)): node for node in nodes}
-    ray.wait(list(refs), num_returns=len(refs), timeout=_LOOK_S)
-    found: list[Finding] = []
-    for ref, node in refs.items():
-        try:
-            found += ray.get(ref, timeout=0)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            found.append(_silent(node.ip, "node", error))
-    return found
+    refs = [on_node(node.node_id, node_probe.look, node.ip, node.ip, device, str(folder)) for node in nodes]
+    told, lost = _gather([node.ip for node in nodes], refs, "node", _LOOK_S)
+    return [finding for _, some in told for finding in some] + lost
 
 
 def _shared_folder(nodes: Sequence[Node], folder: Path) -> list[Finding]:
@@ -101,13 +92,13 @@ def _shared_folder(nodes: Sequence[Node], folder: Path) -> list[Finding]:
         return [Finding(_ALL, "shared folder", f"{folder}: one node", Verdict.SKIPPED)]
     name = f".check-{secrets.token_hex(8)}"
     try:
-        ray.get(on_node(nodes[0], node_probe.leave, str(folder), name), timeout=_LOOK_S)
+        ray.get(on_node(nodes[0].node_id, node_probe.leave, str(folder), name), timeout=_LOOK_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         return [_silent(nodes[0].ip, "shared folder", error)]
     found = []
     for node in nodes[1:]:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            if ray.get(on_node(node, node_probe.sees, str(folder), name), timeout=_LOOK_S):
+            if ray.get(on_node(node.node_id, node_probe.sees, str(folder), name), timeout=_LOOK_S):
                 found.append(Finding(node.ip, "shared folder", str(folder)))
                 continue
         remedy = "checkpoints are written by all nodes: give a checkpoint_path on storage that they share"
@@ -115,7 +106,7 @@ def _shared_folder(nodes: Sequence[Node], folder: Path) -> list[Finding]:
             Finding(node.ip, "shared folder", f"{folder}: {nodes[0].ip}'s file is not there", Verdict.BAD, remedy)
         )
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-        ray.get(on_node(nodes[0], node_probe.take_away, str(folder), name), timeout=_LOOK_S)
+        ray.get(on_node(nodes[0].node_id, node_probe.take_away, str(folder), name), timeout=_LOOK_S)
     return found
 
 
@@ -138,9 +129,9 @@ def _try_devices(
         versions, lost = _gather(
             places, [p.prepare.remote(environ, env.POD_NAMES) for p in probes], "imports", _IMPORT_S
         )
-        found = [*_compare_versions(versions), *lost]
+        found = [*_compare_versions(dict(versions)), *lost]
         trials, lost = _gather(places, [p.trials.remote() for p in probes], "trials", _TRIAL_S)
-        found += [finding for some in trials.values() for finding in some] + lost
+        found += [finding for _, some in trials for finding in some] + lost
         return [*found, _reduce(held, places, probes)]
     finally:
         for probe in probes:
@@ -149,18 +140,18 @@ def _try_devices(
 
 def _gather(
     places: Sequence[str], refs: Sequence[Any], what: str, timeout_s: float
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Answers by place, and a finding for each that fails or does not answer."""
+) -> tuple[list[tuple[str, Any]], list[Finding]]:
+    """(place, answer) of those that answer, and a finding for each that fails or does not."""
     import ray
 
     ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-    answers, lost = dict[str, Any](), list[Finding]()
+    told, lost = list[tuple[str, Any]](), list[Finding]()
     for where, ref in zip(places, refs, strict=True):
         try:
-            answers[where] = ray.get(ref, timeout=0)
+            told.append((where, ray.get(ref, timeout=0)))
         except (ray.exceptions.RayError, TimeoutError) as error:
             lost.append(_silent(where, what, error))
-    return answers, lost
+    return told, lost
 
 
 def _compare_versions(versions: dict[str, dict[str, str]]) -> list[Finding]:
@@ -193,7 +184,7 @@ def _reduce(held: Sequence[Reservation], places: Sequence[str], probes: Sequence
     rates, lost = _gather(places, refs, "all-reduce", _TRIAL_S)
     if lost:
         return lost[0]
-    return Finding(_ALL, "all-reduce", f"{world} devices, {min(rates.values()) / 1e9:.2f} GB/s through each")
+    return Finding(_ALL, "all-reduce", f"{world} devices, {min(rate for _, rate in rates) / 1e9:.2f} GB/s through each")
 
 
 def _silent(where: str, what: str, error: Exception) -> Finding:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_llama3.config import env
+from raytrain_llama3.launch.session import on_node
 
 FILE_VARIABLE = "RAYTRAIN_POD_EXIT_CODE"
 """Names the file, in the environment of a pod's raylet and so of every task there."""
@@ -25,18 +26,10 @@ class PodsFarewell:
             return
         self._told = True
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
-            remote: Any = ray.remote(num_cpus=0, max_retries=0)
             nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-            refs = [
-                remote(leave_code)
-                .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-                .remote(code)
-                for node in nodes
-                if node["Alive"]
-            ]
+            refs = [on_node(node["NodeID"], leave_code, code) for node in nodes if node["Alive"]]
             ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
 
 

@@ -76,7 +76,7 @@ class Pod:
     def environment(self, access: Access, base: Path) -> dict[str, str]:
         """What Ray's processes start with, and through them the ranks: nothing of the pod's own words."""
         clean = env.without_pod(self.loaded.environ)
-        for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", *access.remove):
+        for name in ("RAY_ADDRESS", env.IN_A_JOB, *access.remove):
             clean.pop(name, None)
         package = str(Path(__file__).parents[2])
         clean["PYTHONPATH"] = ":".join(filter(None, (package, clean.get("PYTHONPATH", ""))))

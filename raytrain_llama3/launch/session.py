@@ -149,6 +149,16 @@ def certain(nodes: Sequence[Node], living: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if not node.port or there[node.ip, node.port] == 1]
 
 
+def on_node(node_id: str, function: Any, *arguments: object) -> Any:
+    """Run `function` there, beside whatever else runs; returns Ray's reference to what it returns."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return remote(function).options(scheduling_strategy=there).remote(*arguments)
+
+
 def address_key(ip: str) -> tuple[int, ...]:
     """Sorts addresses as numbers: 10.0.0.7 comes before 10.0.0.66."""
     parts = ip.split(".")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
@@ -13,20 +11,9 @@ from raytrain_llama3.config.plan import DeviceSupply
 from raytrain_llama3.config.schema import Config
 from raytrain_llama3.errors import HardwareError
 from raytrain_llama3.launch.process import answers
-from raytrain_llama3.launch.session import CORES, DEVICES, MEMORY, Node, Session
+from raytrain_llama3.launch.session import CORES, DEVICES, MEMORY, Node, Session, on_node
 
 _ANSWER_S = 30.0
-_MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """Cores that a process there may use; the name of a GPU, and the least memory and capability of any."""
-
-    cores: int
-    device_name: str
-    memory_bytes: int
-    capability: float
 
 
 def cluster_supply(session: Session, config: Config) -> tuple[DeviceSupply, int]:
@@ -49,37 +36,24 @@ def cluster_supply(session: Session, config: Config) -> tuple[DeviceSupply, int]
     return DeviceSupply("cpu", each, "CPU", least), int(_least(nodes, CORES) or machine.cores())
 
 
-def look() -> NodeFacts | None:
-    """The facts of the node on which this runs; None without GPUs."""
-    gpus = machine.gpus()
-    if not gpus:
-        return None
-    least, capability = min(int(memory) for *_, memory, _ in gpus), min(float(number) for *_, number in gpus)
-    return NodeFacts(machine.cores(), gpus[0][2], least * _MIB, capability)
-
-
-def on_node(node: Node, function: Any, *arguments: object) -> Any:
-    """Run `function` there, beside whatever else runs; returns Ray's reference to what it returns."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    remote: Any = ray.remote(num_cpus=0, max_retries=0)
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    return remote(function).options(scheduling_strategy=there).remote(*arguments)
+def look() -> tuple[DeviceSupply | None, int]:
+    """The GPUs of the node on which this runs, if it has some, and the cores that a process may use there."""
+    return machine.gpu_supply(machine.gpus()), machine.cores()
 
 
 def _gpus(nodes: Sequence[Node]) -> tuple[DeviceSupply, int]:
-    asked = {on_node(node, look): node for node in nodes}
-    facts = [found for _, found in answers(asked, _ANSWER_S) if found]
-    weakest = min(facts, key=lambda one: (one.capability, one.memory_bytes), default=None)
+    asked = {on_node(node.node_id, look): node for node in nodes}
+    told = [(supply, cores) for _, (supply, cores) in answers(asked, _ANSWER_S) if supply is not None]
+    there = [supply for supply, _ in told]
+    weakest = min(there, key=lambda one: (one.capability or 0, one.memory_bytes or 0), default=None)
     supply = DeviceSupply(
         "cuda",
         tuple(int(node.total["GPU"]) for node in nodes),
         weakest.device_name if weakest else " ".join(_rays_names(nodes)),
-        min((one.memory_bytes for one in facts), default=None),
-        min((one.capability for one in facts), default=None),
+        min((one.memory_bytes for one in there if one.memory_bytes), default=None),
+        min((one.capability for one in there if one.capability), default=None),
     )
-    return supply, min((one.cores for one in facts), default=machine.cores())
+    return supply, min((cores for _, cores in told), default=machine.cores())
 
 
 def _rays_names(nodes: Sequence[Node]) -> list[str]:

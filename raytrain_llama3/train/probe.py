@@ -13,13 +13,13 @@ from typing import Any
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.plan import Device
+from raytrain_llama3.config.rules import FP8_CAPABILITY
 from raytrain_llama3.messages import Finding, Verdict
 
 _SIZE = 512
 _HEADS, _CHANNELS, _TOKENS = 8, 64, 256
 _TOLERANCE = 0.05
 _FP8_TOLERANCE = 0.2
-_FP8_CAPABILITY = (8, 9)
 _REDUCE_BYTES: dict[Device, int] = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
 _ROUNDS = 5
 _GROUP_S = 120
@@ -172,9 +172,11 @@ def _attention(device: Any) -> str:
 def _fp8_layer(device: Any) -> str:
     import torch
 
-    engine, capability = _engine(), torch.cuda.get_device_capability(device)
-    if capability < _FP8_CAPABILITY:
-        raise _Skipped(f"capability {capability[0]}.{capability[1]} has no fp8 (8.9 and more has): use dtype bf16")
+    from raytrain_llama3.train.process import capability_of
+
+    engine, capability = _engine(), capability_of(device)
+    if capability < FP8_CAPABILITY:
+        raise _Skipped(f"capability {capability} has no fp8 ({FP8_CAPABILITY} and more has): use dtype bf16")
     if engine is None:
         raise _Skipped("Transformer Engine is not installed: use dtype bf16, or install the extra gpu")
     layer = engine.Linear(_SIZE, _SIZE, bias=False, params_dtype=torch.bfloat16, device=device)

@@ -207,8 +207,7 @@ def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: Proc
     }
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        capability = float(f"{gpu.major}.{gpu.minor}")
-        mine |= {"device": str(gpu.uuid), "unfit": unfit(plan, gpu.name, gpu.total_memory, capability)}
+        mine |= {"device": str(gpu.uuid), "unfit": unfit(plan, gpu.name, gpu.total_memory, capability_of(device))}
     store.set(str(spec.rank), json.dumps(mine))
     if spec.rank == 0:
         everyone = [json.loads(store.get(str(rank))) for rank in range(spec.world_size)]
@@ -216,6 +215,12 @@ def _compare_ranks(store: dist.Store, plan: RunPlan, spec: RankSpec, facts: Proc
     problems = json.loads(store.get("verdict"))
     if problems:
         raise HardwareError("the ranks do not fit together:\n  " + "\n  ".join(problems))
+
+
+def capability_of(device: torch.device) -> float:
+    """Of a GPU, as people write it: 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return float(f"{major}.{minor}")
 
 
 def mismatches(everyone: list[dict[str, Any]]) -> list[str]:

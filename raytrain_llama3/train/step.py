@@ -54,6 +54,8 @@ class Stepper:
         self._positions = torch.arange(plan.config.seq_length, device=process.device)[None]
         self._end = end_of_document if plan.config.reset_attention_mask else None
         self._own = OwnWork(chunks, on_gpu=plan.device == "cuda")
+        # The feeder's memory is not to be written to, and nobody does.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
     def train(
         self, batches: Iterator[Tokens | None], votes: Votes, before_update: Callable[[bool], None] | None = None
@@ -129,10 +131,7 @@ class Stepper:
 
     def _on_device(self, window: Tokens) -> dict[str, Tensor]:
         """What the model takes of a micro-batch `[micro_batch, seq_length + 1]`; ids become int64 on the device."""
-        with warnings.catch_warnings():
-            # The feeder's memory is not to be written to, and nobody does.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            ids = torch.from_numpy(window).to(self._process.device, non_blocking=True).long()
+        ids = torch.from_numpy(window).to(self._process.device, non_blocking=True).long()
         batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "positions": self._positions}
         if self._plan.layout.cp > 1:
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._process.cp_group)

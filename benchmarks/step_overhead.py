@@ -20,29 +20,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import faults
-import numpy as np
 import psutil
 import records
 from processes import BenchmarkError, Tree, end_on_sigterm, environment
+from step_overhead_report import KEPT, RAY, TORCHRUN, Filling, Pair, Result, interval, table
 
-RAY, TORCHRUN = "Ray", "torchrun"
-KEPT = "Ray, kept"
-"""Ours, with memory checkpoints."""
 GOAL = 1.02
 GPU_GOAL = 1.005
 LONG_GOAL = 1.01
 """With `--steps`: what a long run without a fault may lose to watching for one."""
-_LEAST_STEP_S = 0.2
 _START_TIMEOUT_S = 300.0
 _WARM_UP_STEPS = 3
 # A side's last steps reach its file with the next poll, every 0.5 s.
 _LAST_WORDS_S = 2.0
-_RESAMPLES = 20_000
 
 COMMON = {
     "gpus-per-node": 1,
@@ -97,39 +92,6 @@ class Side:
         ended = time.time()
         self.tree.signal(signal.SIGSTOP)
         return began, ended
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Mean seconds a step in two neighbouring slices, one of each side."""
-
-    ray_s: float
-    torchrun_s: float
-    ray_steps: int
-    torchrun_steps: int
-
-    @property
-    def ratio(self) -> float:
-        """Ray's seconds over torchrun's."""
-        return self.ray_s / self.torchrun_s
-
-    @property
-    def log_ratio(self) -> float:
-        """Its logarithm."""
-        return math.log(self.ratio)
-
-
-@dataclass(frozen=True, slots=True)
-class Filling:
-    """The time in which a standby process was started and imported everything, beside as much of torchrun's."""
-
-    seconds: float
-    pair: Pair
-
-    @property
-    def lost_s(self) -> float:
-        """Seconds of training that it cost."""
-        return self.seconds * (1 - 1 / self.pair.ratio)
 
 
 @contextlib.contextmanager
@@ -214,14 +176,6 @@ def paired(ray: Side, torchrun: Side, settle_s: float) -> list[Pair]:
     ]
 
 
-def interval(pairs: Sequence[Pair]) -> tuple[float, float, float]:
-    """Geometric mean of the pairs' ratios, and the ends of its 95 % bootstrap interval."""
-    logs = np.array([pair.log_ratio for pair in pairs])
-    means = np.random.default_rng(0).choice(logs, (_RESAMPLES, len(logs))).mean(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return math.exp(logs.mean()), math.exp(low), math.exp(high)
-
-
 def check_same(ray: Side, torchrun: Side) -> None:
     """Raise `BenchmarkError` unless both did the same training at the same priority."""
     losses = [[step.loss for step in side.steps()] for side in (ray, torchrun)]
@@ -231,59 +185,6 @@ def check_same(ray: Side, torchrun: Side) -> None:
     priorities = {process.nice() for side in (ray, torchrun) for process in side.tree.processes()}
     if priorities != {psutil.Process().nice()}:
         raise BenchmarkError(f"the processes run at different priorities: {sorted(priorities)}")
-
-
-def table(found: Result, given: argparse.Namespace) -> str:
-    """The result for people."""
-    pairs, names = found.pairs, found.names
-    ratio, low, high = interval(pairs)
-    goal = f"goal ≤ {found.goal}: {'met' if ratio <= found.goal else 'missed'}"
-    if names != (RAY, TORCHRUN):
-        goal = "what keeping costs" if KEPT in names else "must be 1"
-    columns = zip(names, ("ray", "torchrun"), strict=True)
-    lines = [
-        f"\nseconds a step: one rank of {given.threads} threads, {os.cpu_count()} cores, {len(pairs)} pairs of slices "
-        f"of {given.slice_s:g} s in {given.starts} starts of both",
-        f"{'':<16}{'median':>8}{'least–most':>16}{'steps':>8}",
-    ]
-    for name, side in columns:
-        seconds = [getattr(pair, f"{side}_s") for pair in pairs]
-        steps = sum(getattr(pair, f"{side}_steps") for pair in pairs)
-        span = f"{min(seconds):.3f}–{max(seconds):.3f}"
-        lines.append(f"{name:<16}{statistics.median(seconds):>8.3f}{span:>16}{steps:>8}")
-        if statistics.median(seconds) < _LEAST_STEP_S:
-            lines.append(f"  this is less than the {_LEAST_STEP_S} s a step that the goal speaks of")
-    lines.append(
-        f"{names[0]} / {names[1]}: {ratio:.4f}, 95 % confidence {low:.4f}–{high:.4f} ({goal}); "
-        f"pair by pair {min(p.ratio for p in pairs):.3f}–{max(p.ratio for p in pairs):.3f}"
-    )
-    return "\n".join([*lines, *standby_lines(found, given)])
-
-
-def standby_lines(found: Result, given: argparse.Namespace) -> list[str]:
-    """What is to be said of the standby process."""
-    if RAY not in found.names:
-        return []
-    lines = []
-    if not found.has_standby:
-        lines.append(f"  our command did not always say {faults.STANDBY_READY!r} within {given.standby_wait_s:g} s")
-    for one in found.fillings:
-        lines.append(
-            f"while a standby process was filled, for {one.seconds:.1f} s: {one.pair.ratio:.3f} times torchrun's "
-            f"seconds a step, {one.lost_s:.1f} s lost in all"
-        )
-    return lines
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What was measured."""
-
-    names: tuple[str, str]
-    goal: float
-    pairs: list[Pair]
-    fillings: list[Filling]
-    has_standby: bool
 
 
 def measure(folder: Path, given: argparse.Namespace) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,3 +45,9 @@ def read_json(path: Path) -> dict[str, object] | None:
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def free_space(path: Path) -> str:
+    """How much room there is on the disk of `path`, or of what will hold it."""
+    there = next((p for p in (path, *path.parents) if p.is_dir()), Path("/"))
+    return f"{shutil.disk_usage(there).free / 2**30:.2f} GiB are free there"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from raytrain_llama3.checkpoint.destinations import Destination
 from raytrain_llama3.checkpoint.distcp import Part
+from raytrain_llama3.checkpoint.durable import free_space
 from raytrain_llama3.checkpoint.keeper import Refused
 from raytrain_llama3.checkpoint.staging import Files, nbytes_of
 from raytrain_llama3.checkpoint.writer import WriterLost
@@ -208,7 +209,7 @@ class Saves:
             # torch wraps what a disk says; anything else is no matter of disks.
             if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
                 raise
-            return _in_words(error) + (f"; {_free(save.path)}" if self._destination.is_disk else "")
+            return _in_words(error) + (f"; {free_space(save.path)}" if self._destination.is_disk else "")
         return ""
 
     def _tell(self, save: _Save, name: str, value: object) -> None:
@@ -246,8 +247,3 @@ def _in_words(error: BaseException) -> str:
     if isinstance(cause, OSError):
         return f"{cause.strerror or cause}" + (f": {cause.filename}" if cause.filename else "")
     return str(cause) or type(cause).__name__
-
-
-def _free(path: Path) -> str:
-    there = next((p for p in (path, *path.parents) if p.is_dir()), Path("/"))
-    return f"{shutil.disk_usage(there).free / _GIB:.2f} GiB are free there"

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from raytrain_llama3.checkpoint.durable import read_json, sync, sync_tree, write_json
+from raytrain_llama3.checkpoint.durable import free_space, read_json, sync, sync_tree, write_json
 from raytrain_llama3.checkpoint.folder import (
     MARKER_NAME,
     SIDECAR_NAME,
@@ -84,7 +84,7 @@ class CheckpointStore:
                 )
             self._commit(path, record)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be published: {error}; {self._free_space()}") from error
+            raise CheckpointError(f"{path}: cannot be published: {error}; {free_space(self.root)}") from error
         self._prune(record.step)
 
     def resume_point(self, *, verify: bool = False) -> ResumePoint | None:
@@ -251,6 +251,3 @@ class CheckpointStore:
                 "Remove or move these folders to start again at step 0, or set checkpoint_path to another folder",
             ]
         )
-
-    def _free_space(self) -> str:
-        return f"{shutil.disk_usage(self.root).free / 2**30:.2f} GiB are free"

@@ -7,15 +7,14 @@ import signal
 import time
 from pathlib import Path
 
-import boto3
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from buckets import Bucket
 from feeding import checksums, feeders, in_order, links, trained_on
-from moto.server import ThreadedMotoServer
 from sandbox import DEMO, Sandbox
 from test_resume import publish
 from training import Workers, plan
@@ -202,31 +201,16 @@ def test_a_feeder_that_does_not_answer_is_replaced_before_the_next_attempt(local
         assert made._held["node"].posts != [hung]
 
 
-def test_shards_behind_s3_reach_a_rank_by_the_drivers_keys(
-    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = write_shards(tmp_path / "data", documents(6, 300))
-    # Ray was started without them.
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}.items():
-        monkeypatch.setenv(name, value)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        address = "{}:{}".format(*server.get_host_and_port())
-        client = boto3.client("s3", endpoint_url=f"http://{address}", region_name="us-east-1")
-        client.create_bucket(Bucket="bucket")
-        for path in data.iterdir():
-            client.upload_file(str(path), "bucket", f"data/{path.name}")
-        place = f"s3://bucket/data?endpoint_override={address}&scheme=http&region=us-east-1"
-        run_plan = plan(tmp_path, *FLAGS, "--data-arg", place)
-        with feeders(run_plan) as made:
-            [link] = links(made, run_plan).values()
-            feed = RankFeed(link, run_plan.layout, 0)
-            feed.begin("train", 0)
-            found = np.concatenate([np.concatenate(list(feed.micro_batches("train", 8 * i))) for i in range(3)])
-            feed.close()
-    finally:
-        server.stop()
+def test_shards_behind_s3_reach_a_rank_by_the_drivers_keys(local_ray: None, tmp_path: Path, bucket: Bucket) -> None:
+    # Ray was started without the keys.
+    place = bucket.upload(write_shards(tmp_path / "data", documents(6, 300)))
+    run_plan = plan(tmp_path, *FLAGS, "--data-arg", place)
+    with feeders(run_plan) as made:
+        [link] = links(made, run_plan).values()
+        feed = RankFeed(link, run_plan.layout, 0)
+        feed.begin("train", 0)
+        found = np.concatenate([np.concatenate(list(feed.micro_batches("train", 8 * i))) for i in range(3)])
+        feed.close()
     assert np.array_equal(found, in_epochs(windows_of(documents(6, 300)), 1234, np.arange(24)))
 
 

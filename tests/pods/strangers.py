@@ -14,6 +14,11 @@ _ASK_THE_HEAD = """
 from ray._raylet import GcsClient
 print("it ran", GcsClient(address="{head}:{port}").get_all_node_info(timeout=10))
 """
+_AS_A_CLIENT = """
+import ray
+ray.init("ray://{head}:{port}")
+print("it ran", ray.get(ray.remote(num_cpus=0)(lambda: "there").remote()))
+"""
 
 
 class Stranger:
@@ -31,6 +36,7 @@ class Stranger:
             "agent": self._http(self._port + 4, "/api/job_agent/jobs/any/logs", token),
             "submit": self._submit(token),
             "head": self._python(_ASK_THE_HEAD, self._port, token),
+            "client": self._python(_AS_A_CLIENT, self._port + 8, token),
             "join": self._join(token),
         }
         return found | (self._look(token) if token else {})

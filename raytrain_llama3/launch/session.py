@@ -246,14 +246,17 @@ def connect(stop: StopSignal, **options: Any) -> Any:
     """`ray.init`, quiet, in our namespace, with the signals still ours afterwards."""
     import ray
     from ray._private import services, worker
+    from ray._private.node import Node
 
     # A signal to the whole process group (`timeout`, systemd) is for the driver: Ray's processes must outlive it
     # until the ranks have saved.
     apart = mock.patch.object(services, "ConsolePopen", functools.partial(subprocess.Popen, process_group=0))
     # Of each process that dies Ray prints a paragraph of guesses; the supervisor says it in a line.
     quiet = mock.patch.object(worker, "listen_error_messages", return_value=None)
+    # It would read every log over and over, for a driver that asks for none of them.
+    unfollowed = mock.patch.object(Node, "start_log_monitor")
     try:
-        with apart, quiet, put_off():
+        with apart, quiet, unfollowed, put_off():
             context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit as error:
         # What Ray's own handler does with a SIGTERM between its installation and ours.

@@ -47,7 +47,11 @@ def read_json(path: Path) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the folder above it that is there already and will hold it."""
+    return next((p for p in (path, *path.parents) if p.is_dir()), Path("/"))
+
+
 def free_space(path: Path) -> str:
     """How much room there is on the disk of `path`, or of what will hold it."""
-    there = next((p for p in (path, *path.parents) if p.is_dir()), Path("/"))
-    return f"{shutil.disk_usage(there).free / 2**30:.2f} GiB are free there"
+    return f"{shutil.disk_usage(nearest_folder(path)).free / 2**30:.2f} GiB are free there"

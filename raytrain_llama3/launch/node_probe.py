@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from raytrain_llama3.checkpoint.durable import nearest_folder
 from raytrain_llama3.config import machine
 from raytrain_llama3.config.plan import Device
 from raytrain_llama3.launch import limits
@@ -101,7 +102,7 @@ def _files(where: str) -> Finding:
 
 
 def _disk(where: str, folder: Path) -> Finding:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = nearest_folder(folder)
     free = shutil.disk_usage(there).free
     enough = free >= _LEAST_DISK_BYTES
     return Finding(

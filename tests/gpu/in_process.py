@@ -36,7 +36,8 @@ def main(runs: Path, results: Path) -> None:
             done.append({"error": traceback.format_exc()})
             worker.poll()
         results.write_text(json.dumps(done))
-        forget(worker)
+        worker.reset()
+        forget()
 
 
 def planned(flags: list[str]) -> RunPlan:
@@ -61,11 +62,10 @@ def trained(worker: TrainWorker, plan: RunPlan, number: int) -> dict[str, Any]:
     }
 
 
-def forget(worker: TrainWorker) -> None:
+def forget() -> None:
     """What a process would have left to the end: memory, and Transformer Engine's table of fp8 tensors."""
     import torch
 
-    worker.reset()
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.module import base as module_base
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

@@ -1,4 +1,4 @@
-"""Starts `in_process.py` and reads what it found."""
+"""Starts `in_process.py`, or another program that takes runs as it does, and reads what it found."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ PROGRAM = Path(__file__).with_name("in_process.py")
 _TIMEOUT_S = 500
 
 
-def train(folder: Path, runs: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
-    """Results of `runs`, each given as flags without their dashes."""
+def train(folder: Path, runs: Sequence[Mapping[str, object]], program: Path = PROGRAM) -> list[dict[str, Any]]:
+    """What `program` finds of `runs`, each given as flags without their dashes."""
     folder.mkdir(parents=True, exist_ok=True)
     asked, results = folder / "runs.json", folder / "results.json"
     asked.write_text(json.dumps([_argv(flags, folder / str(i)) for i, flags in enumerate(runs)]))
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(asked), str(results)],
+        [sys.executable, str(program), str(asked), str(results)],
         capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr + results.with_suffix(".log").read_text()[-3000:]
+    log = results.with_suffix(".log")
+    assert done.returncode == 0, done.stderr + (log.read_text()[-3000:] if log.exists() else "")
     found: list[dict[str, Any]] = json.loads(results.read_text())
     return found
 

@@ -56,6 +56,8 @@ def optimizer_precision(plan: RunPlan) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "params_dtype": dtype,
         "fp8_recipe": config.fp8_recipe if config.dtype == "fp8" else None,
+        # Of fp16: from Megatron-core's 2^32 the first dozens of steps would be left out until it had come down.
+        "initial_loss_scale": 2.0**16,
     }
     if estimate.is_precision_aware(config, plan.device):
         moments = _DTYPES[plan.moments_dtype]

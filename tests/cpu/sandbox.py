@@ -123,12 +123,12 @@ class Command:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line that matches."""
+    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """The first line that matches, of those after the first `after`."""
         deadline = time.monotonic() + PATIENCE_S
         with self._changed:
             while True:
-                for line in self.lines:
+                for line in self.lines[after:]:
                     if match := re.search(pattern, line):
                         return match
                 if not self._reader.is_alive() or not self._changed.wait(deadline - time.monotonic()):

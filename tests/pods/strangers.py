@@ -14,6 +14,11 @@ _ASK_THE_HEAD = """
 from ray._raylet import GcsClient
 print("it ran", GcsClient(address="{head}:{port}").get_all_node_info(timeout=10))
 """
+_AS_A_CLIENT = """
+import ray
+ray.util.connect("{head}:{port}", connection_retries=1)
+print("it ran", ray.get(ray.remote(num_cpus=0)(lambda: "there").remote()))
+"""
 
 
 class Stranger:
@@ -31,6 +36,7 @@ class Stranger:
             "agent": self._http(self._port + 4, "/api/job_agent/jobs/any/logs", token),
             "submit": self._submit(token),
             "head": self._python(_ASK_THE_HEAD, self._port, token),
+            "client": self._client(token),
             "join": self._join(token),
         }
         return found | (self._look(token) if token else {})
@@ -65,6 +71,14 @@ class Stranger:
         if code == 0 and "it ran" in output:
             return "it ran"
         return "refused" if code != 0 and "it ran" not in output and "auth" in output.lower() else output
+
+    def _client(self, token: Path | None) -> str:
+        """What Ray's client server says: it lets a call without the right token wait until the caller gives up."""
+        _, output = self._run(python("-c", _AS_A_CLIENT.format(head=self._head, port=self._port + 8)), token)
+        if "ray client connection timeout" in output:
+            return "refused"
+        # Past the door it may yet fail to start a server for this client alone, at a port that is not of our plan.
+        return "let in" if "it ran" in output or "client server failed" in output else output
 
     def _join(self, token: Path | None) -> str:
         """A node of its own, for some seconds; whether the cluster took it is asked of the cluster."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +43,34 @@ class Pods:
         self.now[rank] = self.hosts[rank].pod(train(*flags, *OPEN), self.work, **given | environment)
         return self.now[rank].command
 
+    @contextlib.contextmanager
+    def restarted_together(self, *flags: str) -> Iterator[None]:
+        """A platform that restarts whole jobs: when one pod has ended, the others are ended, and all start again."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.2):
+                if any(pod.command.process.poll() is not None for pod in self.now.values()):
+                    self.end()
+                    for rank in sorted(self.now, reverse=True):
+                        self.start(rank, *flags)
+
+        platform = threading.Thread(target=watch)
+        platform.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            platform.join()
+
+    def await_restart(self, former: Command) -> Command:
+        """The head that the platform has started in place of `former`."""
+        deadline = time.monotonic() + 60
+        while self.now[0].command is former:
+            assert time.monotonic() < deadline, "nobody has started the head again"
+            time.sleep(0.05)
+        return self.now[0].command
+
     def end(self) -> None:
         for pod in self.now.values():
             pod.kill()
@@ -51,6 +82,7 @@ class Story:
 
     work: Path
     heads: list[Command] = field(default_factory=list)
+    """The first; the one that pods 1 and 2 found; the one that was started with all."""
     others: dict[str, Command] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     without_token: dict[str, str] = field(default_factory=dict)
@@ -103,20 +135,31 @@ def story(hosts: list[Host], network: Network, tmp_path_factory: pytest.TempPath
         told.others["2 again"] = pods.start(2, *flags)
         told.heads[0].wait_for(r"step .* attempt 1\b")
 
+        before = len(told.heads[0].lines)
+        hosts[2].cut()
+        told.heads[0].wait_for(f"node {re.escape(hosts[2].address)} is gone", after=before)
+        hosts[2].give_back()
+        told.heads[0].wait_for(r"step .* attempt 2\b")
+
         hosts[1].cut()
         told.heads[0].wait_for(f"node {re.escape(hosts[1].address)} is gone")
         told.others["1"].wait_for("the head is gone")
         hosts[1].give_back()
-        told.heads[0].wait_for(r"step .* attempt 2\b")
+        told.heads[0].wait_for(r"step .* attempt 3\b")
 
         told.heads[0].wait_between_saves(10)
-        # Two pods end, and their platform starts them again; the third finds the new head by itself.
+        # The platform starts the head again; the others find it by themselves.
+        before = len(told.others["2 again"].lines)
         pods.now[0].kill()
-        pods.now[1].kill()
-        told.others["2 again"].wait_for("the head is gone")
+        told.others["2 again"].wait_for("the head is gone", after=before)
         told.heads.append(pods.start(0, *flags))
-        told.others["1 again"] = pods.start(1, *flags)
         told.heads[1].wait_for(r"^step +\d+/")
+
+        told.heads[1].wait_between_saves(10)
+        with pods.restarted_together(*flags):
+            pods.now[0].kill()
+            told.heads.append(pods.await_restart(told.heads[1]))
+            told.heads[2].wait_for(r"^step +\d+/")
         for pod in pods.now.values():
             pod.signal(signal.SIGTERM)
         told.codes = {rank: pod.wait() for rank, pod in pods.now.items()}
@@ -175,10 +218,10 @@ def test_the_head_says_when_all_are_there_and_ranks_follow_the_pods_numbers(stor
         assert f"rank-{rank}@node-{rank // DEVICES}" in (logs / f"rank_{rank}.log").read_text()
 
 
-def test_a_lost_pod_and_a_cut_cable_are_lost_nodes_and_the_run_gets_over_both(story: Story, hosts: list[Host]) -> None:
-    first, second = [event["failure"] for event in events(story.board, "fault")][:2]
-    assert (first["kind"], first["node_ip"]) == ("node died", hosts[2].address)
-    assert (second["kind"], second["node_ip"]) == ("node died", hosts[1].address)
+def test_a_lost_pod_and_cut_cables_are_lost_nodes_and_the_run_gets_over_them(story: Story, hosts: list[Host]) -> None:
+    faults = [event["failure"] for event in events(story.board, "fault")][:3]
+    told = [(fault["kind"], fault["node_ip"]) for fault in faults]
+    assert told == [("node died", hosts[number].address) for number in (2, 2, 1)]
     assert_trained_again_alike(story.board, tolerance=1e-4)
     assert "pod 2 serves at" in story.others["2 again"].output
     # Cut off for so long that it gave its head up: it joined a second time once it could.
@@ -188,16 +231,24 @@ def test_a_lost_pod_and_a_cut_cable_are_lost_nodes_and_the_run_gets_over_both(st
 
 def test_a_new_head_finds_the_pods_again_and_the_run_resumes_by_itself(story: Story) -> None:
     assert "the head is gone: this pod's ranks end, and it waits for a new head" in story.others["2 again"].lines
-    assert "the cluster has formed: 3 nodes with 2 + 2 + 2 devices" in story.heads[1].lines
-    steps = [int(step) for step in re.findall(r"^step +(\d+)/", story.heads[1].output, re.MULTILINE)]
-    before = [int(step) for step in re.findall(r"^step +(\d+)/", story.heads[0].output, re.MULTILINE)]
-    assert steps[0] > 10
-    assert steps[0] <= before[-1] + 1
+    assert_goes_on(story.heads[0], story.heads[1])
+
+
+def test_all_pods_restarted_by_their_platform_resume_by_themselves(story: Story) -> None:
+    assert_goes_on(story.heads[1], story.heads[2])
+
+
+def assert_goes_on(former: Command, head: Command) -> None:
+    assert "the cluster has formed: 3 nodes with 2 + 2 + 2 devices" in head.lines
+    assert any(line.startswith("resuming from ") for line in head.lines)
+    before, after = ([int(n) for n in re.findall(r"^step +(\d+)/", c.output, re.MULTILINE)] for c in (former, head))
+    # Of what was trained no more is lost than lies between two saves.
+    assert before[-1] - 2 * 10 < after[0] <= before[-1] + 1
 
 
 def test_all_pods_end_with_the_drivers_exit_code_once_it_has_saved(story: Story) -> None:
     assert story.codes == {0: 143, 1: 143, 2: 143}
-    saved = re.search(r"stopped after step (\d+), saved at step (\d+)", story.heads[1].output)
+    saved = re.search(r"stopped after step (\d+), saved at step (\d+)", story.heads[2].output)
     assert saved
     assert saved[1] == saved[2]
     result = json.loads((story.work / "logs" / "demo" / "result.json").read_text())
@@ -222,6 +273,7 @@ def test_a_stranger_without_the_token_gets_nowhere(story: Story) -> None:
     assert story.without_token["agent"] == "401"
     assert story.without_token["submit"] == "refused"
     assert story.without_token["head"] == "refused"
+    assert story.without_token["client"] == "refused"
     assert story.without_token["join"] == "refused"
 
 
@@ -230,6 +282,7 @@ def test_with_the_token_all_of_it_works(story: Story) -> None:
     assert story.with_token["submit"] == "it ran"
     assert story.with_token["agent"] not in ("401", "no answer")
     assert story.with_token["head"] == "it ran"
+    assert story.with_token["client"] == "let in"
     assert story.with_token["join"] == "joined"
 
 

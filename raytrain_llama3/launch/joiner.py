@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from raytrain_llama3.config.pods import is_loopback
@@ -26,23 +27,26 @@ def serve(pod: Pod, stop: StopSignal) -> int:
     A head that goes away is waited for again, as long as at first. Raises `ClusterFormationError` when none comes, and
     `StoppedBySignal` after `grace_s` of a SIGTERM that the driver does not follow.
     """
-    has_served = False
+    served = 0
 
     def attempt() -> int | None:
         with own_folder() as base:
-            return _serve_once(pod, base, stop, again=has_served)
+            return _serve_once(pod, base, stop, served)
 
     while True:
         code = until(pod, time.monotonic() + pod.timeout_s, attempt, "the head")
         if code is not None:
             return code
-        has_served = True
+        served += 1
         pod.say("the head is gone: this pod's ranks end, and it waits for a new head")
 
 
-def _serve_once(pod: Pod, base: Path, stop: StopSignal, *, again: bool) -> int | None:
-    """Join and serve; the exit code, or None when the head went away. Raises `NotYet` or `OSError` to try again."""
-    config, plan = pod.loaded.config, pod.plan
+def _serve_once(pod: Pod, base: Path, stop: StopSignal, served: int) -> int | None:
+    """Join and serve, having done so `served` times; the exit code, or None when the head went away.
+
+    Raises `NotYet` or `OSError` to try again.
+    """
+    config, plan = pod.loaded.config, replace(pod.plan, turn=served % 2)
     if stop.is_set:
         raise StoppedBySignal(f"{stop.name}: ended while there was no head to serve")
     stop.patience = AT_ONCE
@@ -57,7 +61,7 @@ def _serve_once(pod: Pod, base: Path, stop: StopSignal, *, again: bool) -> int |
     try:
         ports.check_free(plan, address, head=False)
     except ClusterFormationError as error:
-        if not again:
+        if not served:
             raise
         # What it started before may take a moment to go.
         raise NotYet(str(error)) from error
@@ -69,7 +73,11 @@ def _serve_once(pod: Pod, base: Path, stop: StopSignal, *, again: bool) -> int |
         if access.warning:
             pod.say(f"warning: {access.warning}")
         stop.patience = AFTER_ONE
-        return _serve(pod, base, node, head, stop)
+        code = _serve(pod, base, node, head, stop)
+        if code is None:
+            # Nobody is there to whom it could say goodbye.
+            node.kill()
+        return code
 
 
 def _serve(pod: Pod, base: Path, node: RayNode, head: str, stop: StopSignal) -> int | None:

@@ -139,11 +139,12 @@ def newest(nodes: Sequence[Node]) -> list[Node]:
 
 
 def certain(nodes: Sequence[Node], living: Sequence[Node]) -> list[Node]:
-    """Without the nodes whose former raylet, at the same address, Ray still takes for alive.
+    """Without the nodes whose former raylet, at the same address and port, Ray still takes for alive.
 
     Ray's head speaks with both over one connection, which hangs when the former was cut off rather than ended. A
     placement group that is asked for meanwhile fails, and Ray never counts its devices as free again. The new raylet
-    denies to be the former when it is asked, so that this lasts for seconds.
+    denies to be the former when it is asked, so that this lasts for seconds. Where the cut was longer the former may be
+    given up while the connection still hangs: a pod that joins again takes other ports (`PortPlan.turn`).
     """
     there = Counter((node.ip, node.port) for node in living)
     return [node for node in nodes if not node.port or there[node.ip, node.port] == 1]

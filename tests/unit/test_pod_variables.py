@@ -147,8 +147,17 @@ def test_the_table_says_what_each_word_becomes() -> None:
 
 def test_no_two_services_share_a_port_and_all_lie_below_the_kernels_range() -> None:
     plan = PortPlan(20000)
-    ports = [plan.gcs, plan.dashboard, *plan.services.values()]
+    ports = [plan.gcs, plan.dashboard, plan.client, *plan.services.values()]
     assert len(set(ports)) == len(ports)
     assert all(port in plan for port in ports)
     first, last = plan.workers
-    assert max(ports) < first < last == plan.last == 20000 + SPAN - 1 < 29500 < 32768
+    assert max(ports) < first < last < plan.last == 20000 + SPAN - 1 < 29500 < 32768
+
+
+def test_a_ray_that_follows_another_in_its_pod_shares_no_port_with_it_but_that_of_the_metrics() -> None:
+    one, other = PortPlan(20000), PortPlan(20000, turn=1)
+    ports = [{*plan.services.values(), *range(plan.workers[0], plan.workers[1] + 1)} for plan in (one, other)]
+    assert ports[0] & ports[1] == {one.metrics} == {other.metrics}
+    assert not {one.gcs, one.dashboard, one.client} & ports[1]
+    assert one.gcs == other.gcs
+    assert max(ports[1]) == one.last == other.last

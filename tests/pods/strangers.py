@@ -15,9 +15,15 @@ from ray._raylet import GcsClient
 print("it ran", GcsClient(address="{head}:{port}").get_all_node_info(timeout=10))
 """
 _AS_A_CLIENT = """
-import ray
-ray.util.connect("{head}:{port}", connection_retries=1)
-print("it ran", ray.get(ray.remote(num_cpus=0)(lambda: "there").remote()))
+import grpc
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated import ray_client_pb2, ray_client_pb2_grpc
+door = ray_client_pb2_grpc.RayletDriverStub(init_grpc_channel("{head}:{port}"))
+ping = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
+try:
+    print("let in", door.ClusterInfo(ping, timeout=10, wait_for_ready=True, metadata=[("client_id", "stranger")]))
+except grpc.RpcError as error:
+    print("refused:", error.code().name)
 """
 
 
@@ -75,10 +81,9 @@ class Stranger:
     def _client(self, token: Path | None) -> str:
         """What Ray's client server says: it lets a call without the right token wait until the caller gives up."""
         _, output = self._run(python("-c", _AS_A_CLIENT.format(head=self._head, port=self._port + 8)), token)
-        if "ray client connection timeout" in output:
-            return "refused"
-        # Past the door it may yet fail to start a server for this client alone, at a port that is not of our plan.
-        return "let in" if "it ran" in output or "client server failed" in output else output
+        if "let in" in output:
+            return "let in"
+        return "refused" if "DEADLINE_EXCEEDED" in output or "UNAUTHENTICATED" in output else output
 
     def _join(self, token: Path | None) -> str:
         """A node of its own, for some seconds; whether the cluster took it is asked of the cluster."""

@@ -10,8 +10,6 @@ from torch.autograd import Function
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
-from raytrain_llama3.train.fp8_swiglu import Neighbours, swiglu
-
 
 class SwiGLU(nn.Module):
     """silu(gate) · up, by Transformer Engine's two kernels.
@@ -22,17 +20,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: object = None) -> None:
         super().__init__()
-        self._neighbours: Neighbours | None = None
-
-    def cast_for(self, before: nn.Module, after: nn.Module) -> None:
-        """Leave casting to fp8 to this layer, which stands between the two."""
-        self._neighbours = Neighbours(before, after)
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """`[..., 2 · ffn]`, the gates first, to `[..., ffn]`."""
-        quantizers = self._neighbours and self._neighbours.quantizers()
-        if quantizers:
-            return swiglu(gate_and_up, *quantizers)
         out: Tensor = _SwiGLU.apply(gate_and_up)  # type: ignore[no-untyped-call]
         return out
 

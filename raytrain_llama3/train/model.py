@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -132,18 +131,7 @@ def _build_chunk(plan: RunPlan, process: Process, config: TransformerConfig, sta
         rotary_base=c.rotary_base,
         vp_stage=vp_stage,
     )
-    if _casts_in_activation(plan):
-        for module in model.modules():
-            if isinstance(module, MLP):
-                module.activation_func.cast_for(module.linear_fc1, module.linear_fc2)
     return model if plan.device == "cpu" else model.to(process.device)
-
-
-def _casts_in_activation(plan: RunPlan) -> bool:
-    """Whether scales are known before the numbers that they scale, and activations stay as they were made."""
-    c = plan.config
-    is_kept = not {"layer", "mlp"}.intersection(c.recompute_modules) and not c.offload_modules
-    return plan.device == "cuda" and c.dtype == "fp8" and c.fp8_recipe == "delayed" and is_kept
 
 
 def _layer_spec(plan: RunPlan, config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -163,9 +163,9 @@ def _token_in_layer(config: Config, layout: Layout, device: str, again: Sequence
 def _logits(config: Config, layout: Layout, device: str) -> float:
     width = 2 if config.dtype != "fp32" else 4
     tokens = layout.micro_batch_size * config.seq_length / layout.cp
-    # Transformer Engine's kernel puts the gradient in the logits' place; the others work in fp32.
+    # Transformer Engine's kernel leaves the gradient in the logits' own format beside them; the others work in fp32.
     by_kernel = device == "cuda" and config.cross_entropy_loss_fusion and config.dtype != "fp16"
-    kept = width if by_kernel else width + 4
+    kept = 2 * width if by_kernel else width + 4
     return tokens * padded_vocab_size(config.vocab_size) / layout.tp * kept
 
 

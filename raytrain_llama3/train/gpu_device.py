@@ -1,4 +1,4 @@
-"""One GPU of this process, with what Megatron-core looks for in APEX, and a loss that takes less memory.
+"""One GPU of this process, with what Megatron-core looks for in APEX.
 
 Tested with megatron-core 0.19.2, Transformer Engine 2.20.2 and torch 2.11.
 """
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel import layers
 
-from raytrain_llama3.train.kernels import WeightGradients, cross_entropy
+from raytrain_llama3.train.kernels import WeightGradients
 
 
 @contextlib.contextmanager
@@ -25,5 +24,4 @@ def gpu_device(index: int) -> Iterator[torch.device]:
         # The output layer is Megatron-core's own; Transformer Engine's layers bring their product.
         stack.enter_context(mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", WeightGradients, create=True))
         stack.enter_context(mock.patch.object(layers, "_grad_accum_fusion_available", True))
-        stack.enter_context(mock.patch.object(language_module, "te_parallel_cross_entropy", cross_entropy))
         yield device

@@ -75,8 +75,7 @@ def _serve_once(pod: Pod, base: Path, stop: StopSignal, served: int) -> int | No
         stop.patience = AFTER_ONE
         code = _serve(pod, base, node, head, stop)
         if code is None:
-            # Nobody is there to whom it could say goodbye.
-            node.kill()
+            node.end(at_once=True)
         return code
 
 

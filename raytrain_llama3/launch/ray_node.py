@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import signal
 import subprocess
@@ -51,22 +50,18 @@ class RayNode:
         telling = [line for line in lines if any(c.isalpha() for c in line)]
         return telling[-1] if telling else "nothing was said"
 
-    def end(self) -> None:
-        """End it and everything that it started, ranks included."""
-        family = self._family()
-        if self.is_running:
-            self._process.terminate()
-        end_processes(family[:1], _END_S)
-        end_processes(family[1:], _KILL_S)
-        self._process.wait()
+    def end(self, *, at_once: bool = False) -> None:
+        """End it and everything that it started, ranks included.
 
-    def kill(self) -> None:
-        """The same, at once: Ray would go on asking its head, which is not there, for leave to go."""
+        `at_once` where its head is gone: Ray would go on asking it for leave to go.
+        """
         family = self._family()
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        end_processes(family, _KILL_S)
+        if at_once:
+            end_processes(family, 0)
+        else:
+            self._process.terminate()
+            end_processes(family[:1], _END_S)
+        end_processes(family[1:], _KILL_S)
         self._process.wait()
 
     def _family(self) -> list[psutil.Process]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from raytrain_llama3.checkpoint.distcp import COMMON_KEY, Blob, Box, Item, pack
+from raytrain_llama3.checkpoint.distcp import Blob, Box, Item, pack
 from raytrain_llama3.checkpoint.reading import Target
 from raytrain_llama3.checkpoint.shards import Run, State, boxes, is_divided, parts_of, runs_of
 
@@ -149,16 +149,11 @@ def mine(pieces: Sequence[Piece], place: int, places: int) -> list[Piece]:
     return chosen
 
 
-def blobs(
-    chunks: Sequence[DistributedDataParallel], common: Mapping[str, object], *, is_first_rank: bool
-) -> list[tuple[Item, bytes]]:
-    """The objects that this rank saves: extra state, and on rank 0 what all ranks have in common."""
-    found: list[tuple[Item, bytes]] = [
+def blobs(chunks: Sequence[DistributedDataParallel]) -> list[tuple[Item, bytes]]:
+    """The extra state that this rank saves."""
+    return [
         (Blob(entry.unique_key), pack(entry.data)) for _, _, entry in objects_of(chunks) if _is_zero(entry.replica_id)
     ]
-    if is_first_rank:
-        found.append((Blob(COMMON_KEY), pack(dict(common))))
-    return found
 
 
 def _weight_pieces(entry: Entry) -> Iterator[Piece]:

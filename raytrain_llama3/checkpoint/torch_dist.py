@@ -16,8 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from raytrain_llama3.checkpoint.distcp import COMMON_KEY
+from raytrain_llama3.checkpoint.distcp import COMMON_KEY, Blob, Item, pack
 from raytrain_llama3.checkpoint.pieces import (
+    Piece,
     blobs,
     mine,
     model_pieces,
@@ -47,27 +48,44 @@ class Progress:
     samples: int
 
 
-def files_of_rank(
-    rank: int,
-    progress: Progress,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-) -> Files:
-    """What this rank saves, by file. The numbers are read when they are written or copied.
+class OwnState:
+    """What one rank saves of a model and its optimizer, which has taken a step or was loaded.
 
-    Collective where weights are gathered (`gather_weights`).
+    Where the numbers lie stays the same while an attempt lasts: Megatron-core describes it once, and every later save
+    waits for its copy alone. Weights in fp8 are no such numbers, they are read anew each time.
     """
-    if needs_gathering(optimizer):
-        gather_weights(chunks)
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    pieces = saved_pieces(chunks, optimizer)
-    common = {
-        "progress": {"step": progress.step, "samples": progress.samples},
-        "optimizer": _common_state(optimizer),
-        "content_metadata": _FORM,
-    }
-    objects = blobs(chunks, common, is_first_rank=rank == 0)
-    return files_for(rank, mine(pieces, replicas.rank(), replicas.size()), objects, _FILES)
+
+    def __init__(self, rank: int, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+        self._rank, self._chunks, self._optimizer = rank, chunks, optimizer
+        self._pieces: list[Piece] | None = None
+        self._has_objects = True
+
+    def files(self, progress: Progress) -> Files:
+        """What is saved now, by file. The numbers are read when they are written or copied.
+
+        Collective where weights are gathered (`gather_weights`).
+        """
+        if needs_gathering(self._optimizer):
+            gather_weights(self._chunks)
+        pieces = self._pieces
+        if pieces is None:
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            pieces = mine(saved_pieces(self._chunks, self._optimizer), replicas.rank(), replicas.size())
+            if not any(piece.is_quantized for piece in pieces):
+                self._pieces = pieces
+        return files_for(self._rank, pieces, self._objects(progress), _FILES)
+
+    def _objects(self, progress: Progress) -> list[tuple[Item, bytes]]:
+        found = blobs(self._chunks) if self._has_objects else []
+        self._has_objects = bool(found)
+        if self._rank == 0:
+            common = {
+                "progress": {"step": progress.step, "samples": progress.samples},
+                "optimizer": _common_state(self._optimizer),
+                "content_metadata": _FORM,
+            }
+            found.append((Blob(COMMON_KEY), pack(common)))
+        return found
 
 
 def load(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Progress:

@@ -103,9 +103,14 @@ class RunCheckpoints:
             self.publish(save)
             self._refused = 0
         except CheckpointError as error:
-            self._refused += 1
-            if not isinstance(error.__cause__, OSError) or self._refused > self._plan.config.max_failed_saves:
+            if not isinstance(error.__cause__, OSError):
                 raise
+            self._refused += 1
+            most = self._plan.config.max_failed_saves
+            if self._refused > most:
+                raise CheckpointError(
+                    f"{error}; {self._refused} saves in a row failed, more than max_failed_saves {most}"
+                ) from error
             self._failed(SaveFailure(save.step, save.path, str(error), self._refused))
 
     def publish(self, save: SaveRecord) -> None:

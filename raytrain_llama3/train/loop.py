@@ -87,6 +87,7 @@ class TrainingLoop:
         self._versions, self._feed = versions, feed
         self._chunks = build_model(plan, process)
         self._optimizer = build_optimizer(plan, self._chunks)
+        self._own_state = torch_dist.OwnState(process.rank, self._chunks, self._optimizer)
         self._stepper = Stepper(plan, process, self._chunks, self._optimizer, feed.end_of_document)
         self._step, self._samples = 0, 0
         self._schedule = build_schedule(plan, self._optimizer, 0)
@@ -122,6 +123,7 @@ class TrainingLoop:
             torch_dist.load_weights(source, self._chunks, self._optimizer)
             return
         progress = torch_dist.load(source, self._chunks, self._optimizer)
+        self._own_state = torch_dist.OwnState(self._process.rank, self._chunks, self._optimizer)
         self._step, self._samples = progress.step, progress.samples
         self._schedule = build_schedule(self._plan, self._optimizer, self._samples)
         self._reporter.at_step(self._step)
@@ -290,7 +292,7 @@ class TrainingLoop:
         if self.kept_saves is None or self._step % interval or self._nonfinite_steps:
             return
         progress = Progress(self._step, self._samples)
-        files = torch_dist.files_of_rank(self._process.rank, progress, self._chunks, self._optimizer)
+        files = self._own_state.files(progress)
         self.kept_saves.begin(Path(str(self._step)), self._step, self._samples, files, {})
 
     def _save_if_due(self, interval: int) -> bool:
@@ -313,7 +315,7 @@ class TrainingLoop:
             torch_dist.gather_weights(self._chunks)
             self._replicas.compare(self._step)
         progress = Progress(self._step, self._samples)
-        files = torch_dist.files_of_rank(self._process.rank, progress, self._chunks, self._optimizer)
+        files = self._own_state.files(progress)
         self.saves.begin(path, self._step, self._samples, files, self._sidecar())
         self._saved_step = self._step
         self._reporter.enter(Phase.TRAIN)

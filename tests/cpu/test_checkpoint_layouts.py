@@ -68,7 +68,8 @@ class MatrixWorker(TrainWorker):
         from raytrain_llama3.checkpoint import torch_dist
 
         progress = torch_dist.Progress(SAVED_AT, 0)
-        loop.saves.begin(path, SAVED_AT, 0, torch_dist.files_of_rank(rank, progress, loop._chunks, loop._optimizer), {})
+        state = torch_dist.OwnState(rank, loop._chunks, loop._optimizer)
+        loop.saves.begin(path, SAVED_AT, 0, state.files(progress), {})
         loop.saves.settle()
 
 

@@ -261,6 +261,8 @@ def _device_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
 
 
 def _fp8_attention_problems(config: Config, supply: DeviceSupply) -> Iterator[str]:
+    if config.fp8_recipe != "delayed":
+        yield f"fp8_attention needs fp8_recipe delayed, not {config.fp8_recipe}, for want of a kernel; leave it off"
     if config.kv_channels != _FP8_ATTENTION_CHANNELS:
         yield (
             f"fp8_attention needs kv_channels {_FP8_ATTENTION_CHANNELS}, not {config.kv_channels}: cuDNN has no kernel "

@@ -126,7 +126,8 @@ class Precision(Options):
     with data parallelism."""
     fp8_attention: bool = False
     """With dtype fp8, attention in fp8 too: a step of 8B takes 3 % less. Needs heads of 128 channels and Hopper or
-    later. Off, and not advised: a small model learns far worse with it (docs/performance.md)."""
+    later. Off: a small model learns far worse with it where scales follow old maxima, and 2 % worse with
+    --fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent (docs/performance.md)."""
     attention_backend: Literal["auto", "fused", "flash", "unfused", "local"] = "auto"
     """Attention kernel. The script says fused; auto lets Transformer Engine take the fastest that fits."""
     cross_entropy_loss_fusion: bool = True

@@ -6,8 +6,9 @@ Nothing here is training; each trial is small, forward and backward, and compare
 from __future__ import annotations
 
 import platform
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -50,7 +51,7 @@ class DeviceProbe:
         found.append(self._try("attention", _attention))
         if self._device == "cpu":
             return [*found, Finding(self._where, "fp8 layer", "needs a GPU", Verdict.SKIPPED)]
-        return [*found, self._try("fp8 layer", _fp8_layer), *self._backends()]
+        return [*found, self._try("fp8 layer", _fp8_layer), *self._backends(), *self._cudnn()]
 
     def open_store(self) -> int:
         """Rank 0: the port of the store at which all devices meet."""
@@ -122,6 +123,18 @@ class DeviceProbe:
         }
         names = [name for name, is_there in there.items() if is_there]
         return [Finding(self._where, "attention backends", ", ".join(names))]
+
+    def _cudnn(self) -> Iterator[Finding]:
+        version, refusal = _cudnn_version()
+        if refusal:
+            yield Finding(
+                self._where,
+                "cuDNN's origin",
+                f"{version}, {refusal}",
+                Verdict.WARNING,
+                "attention runs with it, and torch's own convolutions would not: take the other one off "
+                "LD_LIBRARY_PATH, or use an image whose torch and cuDNN belong together",
+            )
 
 
 class _Skipped(Exception):
@@ -218,10 +231,29 @@ def _versions() -> dict[str, str]:
         "CUDA": str(torch.version.cuda or "none"),
     }
     if torch.cuda.is_available():
-        libraries: tuple[Any, Any] = torch.backends.cudnn, torch.cuda.nccl
-        found["cuDNN"] = str(libraries[0].version())
-        found["NCCL"] = ".".join(map(str, libraries[1].version()))
+        library: Any = torch.cuda.nccl
+        found["cuDNN"], _ = _cudnn_version()
+        found["NCCL"] = ".".join(map(str, library.version()))
     return found
+
+
+def _cudnn_version() -> tuple[str, str]:
+    """The one that is loaded, and what torch has against it if it is not the one that torch was built with."""
+    import torch
+
+    library: Any = torch.backends.cudnn
+    try:
+        return str(library.version()), ""
+    except RuntimeError as error:
+        return foreign_cudnn(str(error))
+
+
+def foreign_cudnn(message: str) -> tuple[str, str]:
+    """The same from torch's complaint that another cuDNN was loaded before its own."""
+    told = [numbers.replace(", ", ".") for numbers in re.findall(r"\((\d+(?:, \d+)+)\)", message)]
+    if len(told) < 2:
+        return "unknown", message.splitlines()[0]
+    return told[1], f"and torch was built with {told[0]}"
 
 
 def _engine_version() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from runs import train
+from test_gpu_resume import finished, start, steps
 
 SMALL = {
     "num-layers": 4,
@@ -64,9 +65,18 @@ def test_200_steps_end_where_fp32_ends(learned: dict[str, dict[str, Any]], name:
 
 
 def test_a_gpu_and_a_cpu_agree_in_fp32(tmp_path: Path) -> None:
-    flags = SMALL | {"seq-length": 128, "global-batch-size": 4, "train-iters": 10, "lr-warmup-samples": 4}
-    flags |= {"dtype": "fp32", "num-layers": 2}
-    (on_gpu,) = train(tmp_path / "gpu", [flags])
-    (on_cpu,) = train(tmp_path / "cpu", [flags | {"device": "cpu"}])
-    assert on_gpu["losses"] == pytest.approx(on_cpu["losses"], abs=1e-3)
-    assert on_gpu["grad_norms"] == pytest.approx(on_cpu["grad_norms"], rel=1e-2)
+    # From one checkpoint: each device draws other weights from the same seed.
+    flags = ("--dtype", "fp32", "--lr-warmup-samples", "4", "--gpus-per-node", "1")
+    drawn = start(tmp_path / "drawn", *flags, "--device", "cpu", "--train-iters", "1")
+    output = finished(drawn)
+    assert drawn.returncode == 0, output
+    flags += ("--load", str(tmp_path / "drawn" / "checkpoints"), "--load-weights-only", "--train-iters", "10")
+    for device in ("cpu", "cuda"):
+        run = start(tmp_path / device, *flags, "--device", device)
+        output = finished(run)
+        assert run.returncode == 0, output
+    on_cpu, on_gpu = (steps(tmp_path / device) for device in ("cpu", "cuda"))
+    assert len(on_gpu) == len(on_cpu) == 10
+    assert on_gpu[-1]["loss"] < on_gpu[0]["loss"]
+    for what, limit in (("loss", {"abs": 1e-3}), ("grad_norm", {"rel": 1e-2})):
+        assert [step[what] for step in on_gpu] == pytest.approx([step[what] for step in on_cpu], **limit)

@@ -9,6 +9,7 @@ import pytest
 
 from raytrain_llama3.launch import check, node_probe
 from raytrain_llama3.messages import Finding, Verdict
+from raytrain_llama3.train.probe import foreign_cudnn
 
 A, B = "10.0.0.1 device 0", "10.0.0.2 device 0"
 
@@ -72,3 +73,12 @@ def test_a_token_is_seen_where_the_folder_is_shared_and_goes_again(tmp_path: Pat
     assert not node_probe.sees(str(tmp_path), "token")
     node_probe.take_away(str(tmp_path / "shared"), "token")
     assert not node_probe.sees(str(tmp_path / "shared"), "token")
+
+
+def test_torchs_complaint_of_another_cudnn_is_told_in_versions() -> None:
+    complaint = (
+        "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0). "
+        "PyTorch already comes bundled with cuDNN."
+    )
+    assert foreign_cudnn(complaint) == ("9.14.0", "and torch was built with 9.19.0")
+    assert foreign_cudnn("something else\nand more") == ("unknown", "something else")

@@ -506,6 +506,7 @@ def test_moments_are_fp32_unless_only_bf16_fits(argv: list[str], supply: DeviceS
     ("argv", "supply", "line"),
     [
         (["--kv-channels", "64"], ONE_H200, "fp8_attention needs kv_channels 128, not 64"),
+        (["--fp8-recipe", "tensorwise"], ONE_H200, "fp8_attention needs fp8_recipe delayed, not tensorwise"),
         (
             ["--num-layers", "4"],
             replace(ONE_H200, device_name="NVIDIA L40S", capability=8.9),

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ PARQUET = ".parquet"
 TEXT = "text"
 
 _OPEN_ROW_GROUPS = 32
+_OPEN_FILES = 64
 
 Numbers = npt.NDArray[np.int64]
 
@@ -66,11 +67,22 @@ def find_documents(files: Sequence[str], column: str, log: Callable[[str], None]
 
 
 class Reader:
-    """Reads the documents at `places` of `files`; `column` is the key of JSON lines and the column of Parquet."""
+    """Reads the documents at `places` of `files`; `column` is the key of JSON lines and the column of Parquet.
+
+    Until the block ends it keeps open what it read last: a shuffled part comes back to the same files again and again.
+    """
 
     def __init__(self, files: Sequence[str], places: Places, column: str) -> None:
         self._files, self._places, self._column = files, places, column
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._opened: OrderedDict[int, BinaryIO] = OrderedDict()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._opened:
+            self._opened.popitem()[1].close()
 
     def name(self, document: int) -> str:
         """Where a document comes from, for people."""
@@ -89,10 +101,19 @@ class Reader:
         name = self._files[file]
         if name.endswith(PARQUET):
             return self._row(file, start, int(self._places.rows[document]))
-        with Path(name).open("rb") as opened:
-            opened.seek(start)
-            raw = opened.read(int(self._places.sizes[document]))
+        opened = self._open(file)
+        opened.seek(start)
+        raw = opened.read(int(self._places.sizes[document]))
         return _text_of_line(Path(name), start, raw, self._column) if name.endswith(JSON_LINES) else raw
+
+    def _open(self, file: int) -> BinaryIO:
+        opened = self._opened.get(file)
+        if opened is None:
+            while len(self._opened) >= _OPEN_FILES:
+                self._opened.popitem(last=False)[1].close()
+            opened = self._opened[file] = Path(self._files[file]).open("rb")  # noqa: SIM115  (`__exit__` closes it)
+        self._opened.move_to_end(file)
+        return opened
 
     def _row(self, file: int, group: int, row: int) -> bytes:
         texts = self._groups.get((file, group))

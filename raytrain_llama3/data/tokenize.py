@@ -138,12 +138,13 @@ def run_job(job: Job, encoder: Encoder) -> Done:
     left_out: list[str] = []
     count = 0
     try:
-        for ids in _encoded(Reader(job.files, job.places, job.column), len(job.places), encoder):
-            if isinstance(ids, str):
-                count += 1
-                left_out += [ids] if count <= _NAMED else []
-            elif len(ids):
-                writer.add(np.concatenate([ids.astype(id_type), end]))
+        with Reader(job.files, job.places, job.column) as reader:
+            for ids in _encoded(reader, len(job.places), encoder):
+                if isinstance(ids, str):
+                    count += 1
+                    left_out += [ids] if count <= _NAMED else []
+                elif len(ids):
+                    writer.add(np.concatenate([ids.astype(id_type), end]))
     except DataError as error:
         return Done(job.part, 0, 0, error=str(error))
     shard = writer.finish()

@@ -5,6 +5,7 @@ import re
 import sys
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -162,6 +163,18 @@ def test_parquet(tmp_path, lines):
     assert sorted(texts_of(tmp_path / "out")) == sorted(f"row {i}".encode() for i in range(30))
     with pytest.raises(DataError, match=r"x\.parquet has no column 'body' but id, text: .*--column"):
         tokenize([tmp_path], tmp_path / "out2", column="body", log=lines.append)
+
+
+def test_more_files_than_are_kept_open(tmp_path, lines):
+    (tmp_path / "in").mkdir()
+    for number in range(200):
+        told = [json.dumps({"text": f"{number} {line}"}) for line in range(5)]
+        (tmp_path / "in" / f"{number}.jsonl").write_text("\n".join(told))
+    before = psutil.Process().num_fds()
+    tokenize([tmp_path / "in"], tmp_path / "out", log=lines.append)
+    found = sorted(texts_of(tmp_path / "out"))
+    assert found == sorted(f"{number} {line}".encode() for number in range(200) for line in range(5))
+    assert psutil.Process().num_fds() == before
 
 
 def test_json_keys_and_no_end(tmp_path, lines):

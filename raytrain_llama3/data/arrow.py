@@ -44,7 +44,10 @@ class ArrowShard:
     def load(self, unit: int) -> Unit:
         """Read one record batch; of a local file only its place."""
         name = f"{self._name}, record batch {unit}"
-        array = self._place.reading(name, lambda: self._batch(unit))
+        try:
+            array = self._place.reading(name, lambda: self._batch(unit))
+        except OSError as error:
+            raise DataError(f"{name}: damaged ({error}); restore it") from error
         found = unit_of(self._name, int(self._first_rows[unit]), int(self.rows[unit]), array)
         if len(found.ids) != self.tokens[unit]:
             raise DataError(f"{name} holds {len(found.ids)} tokens, and it had {self.tokens[unit]}; restore the shard")
@@ -60,7 +63,10 @@ class ArrowShard:
     def _batch(self, number: int) -> Any:
         try:
             with self._lock:
-                return self._reader.get_batch(number).column(self._column)
+                column = self._reader.get_batch(number).column(self._column)
+            # Else a damaged one could tell of more ids than there are, or of fewer than none.
+            column.validate()
+            return column
         except pa.ArrowException as error:
             raise DataError(f"shard {self._name}, record batch {number}: damaged ({error}); restore it") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -10,12 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raytrain_llama3.data.apart import read_apart
 from raytrain_llama3.data.filesystem import Place
 from raytrain_llama3.data.manifest import MANIFEST_FILE, Shard, parse_manifest
 from raytrain_llama3.data.shard import count, open_shard
 from raytrain_llama3.errors import DataError
 
-_SUFFIXES = (".arrow", ".parquet", ".idx")
+_PARQUET = ".parquet"
+_SUFFIXES = (".arrow", _PARQUET, ".idx")
 _NAMED_SHARDS = 256
 _LOOKED_AT = 64
 
@@ -162,13 +165,20 @@ def _counted(
     missing = [file for file in files if known.get(*file) is None]
     if missing and not place.is_local:
         log(f"counting the tokens of {len(missing)} shard(s) of {place.uri}")
-    for path, size in missing:
-        known.add(count(place, path, size, column))
+    read = functools.partial(_count, place, column)
+    parquet = [file for file in missing if file[0].endswith(_PARQUET)]
+    others = [file for file in missing if not file[0].endswith(_PARQUET)]
+    for found in [*read_apart(read, parquet, lambda file: f"shard {place.name(file[0])}"), *map(read, others)]:
+        known.add(found)
     known.save()
     shards = tuple(shard for path, size in files if (shard := known.get(path, size)) is not None)
     if not sum(shard.documents for shard in shards):
         raise DataError(f"{place.uri}: its {len(shards)} shard(s) hold no document at all")
     return Dataset(place, shards, column)
+
+
+def _count(place: Place, column: str | None, file: tuple[str, int]) -> Shard:
+    return count(place, *file, column)
 
 
 class _Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from array import array
 from collections import OrderedDict
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from raytrain_llama3.data.apart import read_apart
 from raytrain_llama3.errors import DataError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet")
@@ -24,6 +26,8 @@ _OPEN_ROW_GROUPS = 32
 _OPEN_FILES = 64
 
 Numbers = npt.NDArray[np.int64]
+Groups = list[tuple[int, int]]
+"""Of each row group its rows, and the mean size of their texts in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,11 @@ def find_documents(files: Sequence[str], column: str, log: Callable[[str], None]
     """
     found = tuple(array("q") for _ in range(4))
     left_out = 0
+    tables = [name for name in files if name.endswith(PARQUET)]
+    groups = dict(zip(tables, read_apart(functools.partial(_row_groups, column), tables, str), strict=True))
     for number, name in enumerate(files):
         try:
-            for place in _places(Path(name), column):
+            for place in _places(Path(name), groups.get(name)):
                 for values, value in zip(found, (number, *place), strict=True):
                     values.append(value)
         except OSError as error:
@@ -175,10 +181,13 @@ def _walk(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
                 yield path
 
 
-def _places(path: Path, column: str) -> Iterator[tuple[int, int, int]]:
-    """Start, row and size of every document that is not empty."""
-    if path.suffix == PARQUET:
-        yield from _parquet_places(path, column)
+def _places(path: Path, groups: Groups | OSError | None) -> Iterator[tuple[int, int, int]]:
+    """Start, row and size of every document that is not empty; `groups` are a Parquet file's."""
+    if isinstance(groups, OSError):
+        raise groups
+    if groups is not None:
+        for number, (rows, mean) in enumerate(groups):
+            yield from ((number, row, mean) for row in range(rows))
     elif path.suffix not in JSON_LINES:
         if size := path.stat().st_size:
             yield 0, 0, size
@@ -191,22 +200,26 @@ def _places(path: Path, column: str) -> Iterator[tuple[int, int, int]]:
                 start += len(line)
 
 
-def _parquet_places(path: Path, column: str) -> Iterator[tuple[int, int, int]]:
+def _row_groups(column: str, path: str) -> Groups | OSError:
+    """Rows of each row group and the mean size of their texts, or why the file cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
+    except OSError as error:
+        return error
     except pa.ArrowInvalid as error:
         raise DataError(f"{path} is not a Parquet file ({error})") from error
     names = file.schema_arrow.names
     if column not in names:
         raise DataError(f"{path} has no column {column!r} but {', '.join(names)}: name that of the text with --column")
     leaf = names.index(column)
-    for number in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(number)
-        mean = max(1, group.column(leaf).total_uncompressed_size // max(group.num_rows, 1))
-        yield from ((number, row, mean) for row in range(group.num_rows))
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    if sum(group.num_rows for group in groups) != file.metadata.num_rows:
+        raise DataError(f"{path} is damaged (its row groups do not hold the rows that it tells of); restore it")
+    sizes = [group.column(leaf).total_uncompressed_size for group in groups]
+    return [(g.num_rows, max(1, size // max(g.num_rows, 1))) for g, size in zip(groups, sizes, strict=True)]
 
 
 def _text_of_line(path: Path, start: int, raw: bytes, key: str) -> bytes:

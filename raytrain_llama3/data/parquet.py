@@ -15,11 +15,15 @@ from raytrain_llama3.errors import DataError
 
 
 class ParquetShard:
-    """A Parquet file with a column of token ids. How many a row group holds is in the file's footer."""
+    """A Parquet file with a column of token ids, whose row groups hold `units` of (documents, tokens).
+
+    What they hold is in the file's footer too, and is taken from there where `units` is None: only in a process that
+    may die, as pyarrow ends it over some damaged footers when it is asked for a row group's metadata.
+    """
 
     is_mapped = False
 
-    def __init__(self, place: Place, path: str, column: str | None) -> None:
+    def __init__(self, place: Place, path: str, column: str | None, units: tuple[tuple[int, int], ...] | None) -> None:
         self._place, self._name = place, place.name(path)
         # A ParquetFile is not made for several threads.
         self._lock = threading.Lock()
@@ -32,17 +36,31 @@ class ParquetShard:
             ) from error
         self._column = column_name(self._name, schema.names, column)
         check_type(self._name, self._column, schema.field(self._column).type)
+        groups = self._file.metadata.num_row_groups
+        if units is None:
+            self._measure(groups)
+        elif len(units) != groups:
+            raise DataError(
+                f"shard {self._name} has {groups} row groups, and it had {len(units)}; restore it or make the dataset "
+                f"again"
+            )
+        else:
+            known = np.array(units, dtype=np.int64).reshape(-1, 2)
+            self._set_rows(known[:, 0])
+            self.tokens: Counts = known[:, 1]
+
+    def _set_rows(self, rows: Counts) -> None:
+        self.rows: Counts = rows
+        self._first_rows = np.concatenate([[0], np.cumsum(rows)])
+
+    def _measure(self, count: int) -> None:
         metadata = self._file.metadata
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        groups = [metadata.row_group(i) for i in range(count)]
         if any(group.num_columns != metadata.num_columns for group in groups):
-            # Asked for a column that is not there, pyarrow would end the process.
             raise DataError(f"shard {self._name} is damaged (its row groups lack columns); restore it")
         leaf = next((i for i in range(metadata.num_columns) if _root(metadata, i) == self._column), 0)
-        self.rows: Counts = np.array([group.num_rows for group in groups], dtype=np.int64)
-        self._first_rows = np.concatenate([[0], np.cumsum(self.rows)])
-        self.tokens: Counts = np.array(
-            [self._count(i, group.column(leaf)) for i, group in enumerate(groups)], dtype=np.int64
-        )
+        self._set_rows(np.array([group.num_rows for group in groups], dtype=np.int64))
+        self.tokens = np.array([self._count(i, group.column(leaf)) for i, group in enumerate(groups)], dtype=np.int64)
 
     def load(self, unit: int) -> Unit:
         """Read and decode one row group."""

@@ -98,7 +98,10 @@ def open_shard(place: Place, shard: Shard, column: str | None) -> OpenShard:
 
 
 def count(place: Place, path: str, size: int, column: str | None) -> Shard:
-    """What is in a shard that no manifest tells of. Raises `DataError` as `open_shard` does."""
+    """What is in a shard that no manifest tells of. Raises `DataError` as `open_shard` does.
+
+    A damaged Parquet file may end the process: `data.apart` is for it.
+    """
     try:
         opened = _open(place, path, column, None)
     except UnicodeDecodeError as error:
@@ -117,7 +120,7 @@ def _open(place: Place, path: str, column: str | None, units: tuple[tuple[int, i
     if path.endswith(".parquet"):
         from raytrain_llama3.data.parquet import ParquetShard
 
-        return ParquetShard(place, path, column)
+        return ParquetShard(place, path, column, units)
     if path.endswith(".idx"):
         from raytrain_llama3.data.indexed import IndexedShard
 

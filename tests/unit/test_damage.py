@@ -1,6 +1,11 @@
-"""Damaged data never becomes a batch: a message with file and row, or the very windows that were written."""
+"""Damaged data never becomes a batch: a message with file and row, or the very windows that were written.
+
+RAYTRAIN_FUZZ is how many damages are tried of each kind and form: 60 unless it is set, as each of a Parquet file costs
+a process (a tenth of a second). They are the same ones every time. Change how shards are read, and run it with 1500.
+"""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -10,13 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_formats import END, VOCAB, documents_of, expected, source_of, write_arrow, write_indexed, write_parquet
 
+from raytrain_llama3.data.apart import read_apart
 from raytrain_llama3.data.catalog import open_dataset
 from raytrain_llama3.data.packed import PackedSource
 from raytrain_llama3.data.state import changes, check_unchanged
+from raytrain_llama3.data.tokenize import tokenize
 from raytrain_llama3.errors import DataChangedError, DataError, DataUnavailableError
 
 DOCUMENTS = documents_of(9, count=60)
 FORMS = ("arrow", "stream", "parquet", "indexed")
+fuzz = settings(
+    max_examples=int(os.environ.get("RAYTRAIN_FUZZ", "60")),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def write(folder, form, documents=DOCUMENTS):
@@ -42,7 +55,7 @@ def whole(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("whole") / "data", request.param)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz
 @given(shard=st.integers(0, 10), cut=st.floats(0, 1))
 def test_a_file_cut_short(whole, tmp_path_factory, shard, cut):
     """Wherever it is cut: found out when the data is opened or read, with the file's name."""
@@ -64,23 +77,94 @@ def test_a_file_cut_short(whole, tmp_path_factory, shard, cut):
         assert file.suffix == ".arrow" or np.array_equal(found, expected(DOCUMENTS, 16, True))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz
 @given(shard=st.integers(0, 10), at=st.floats(0, 1), byte=st.integers(1, 255))
 def test_a_byte_changed(whole, tmp_path_factory, shard, at, byte):
     """No crash, no window with an id that the vocabulary does not hold."""
     folder = tmp_path_factory.mktemp("changed") / "data"
     shutil.copytree(whole, folder)
-    files = sorted(folder.iterdir())
-    file = files[shard % len(files)]
-    content = bytearray(file.read_bytes())
-    content[int(at * (len(content) - 1))] ^= byte
-    file.write_bytes(content)
+    change(folder, shard, at, byte)
     try:
         found = read_all(folder)
     except DataError:
         return
     assert found.min() >= 0
     assert found.max() < VOCAB
+
+
+def change(folder, shard, at, byte):
+    files = sorted(folder.iterdir())
+    file = files[shard % len(files)]
+    content = bytearray(file.read_bytes())
+    content[int(at * (len(content) - 1))] ^= byte
+    file.write_bytes(content)
+
+
+@fuzz
+@given(shard=st.integers(0, 10), at=st.floats(0, 1), byte=st.integers(1, 255))
+def test_a_byte_changed_after_it_was_counted(whole, tmp_path_factory, shard, at, byte):
+    """The same where the run has begun, and each process opens shards for itself: none may die of it."""
+    folder = tmp_path_factory.mktemp("later") / "data"
+    shutil.copytree(whole, folder)
+    source = source_of(folder)
+    change(folder, shard, at, byte)
+    try:
+        found = source.windows(np.arange(len(expected(DOCUMENTS, 16, True))))
+    except DataError:
+        return
+    assert found.min() >= 0
+    assert found.max() < VOCAB
+
+
+# Over both pyarrow calls abort(): a column's chunks are of a type that there is not, or have a level too few.
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [(b"\x15\x02\x19", b"\x15\x7e\x19"), (b"\x25\x02\x18\x07element", b"\x25\x00\x18\x07element")],
+)
+def test_a_footer_that_would_end_the_process(tmp_path, was, becomes):
+    folder = write(tmp_path / "data", "parquet")
+    source = source_of(folder)
+    file = folder / "1.parquet"
+    assert was in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(was, becomes))
+    with pytest.raises(DataError, match=r"shard .*1\.parquet"):
+        read_all(folder)
+    with pytest.raises(DataError, match=r"shard .*1\.parquet, row group 0"):
+        source.windows(np.arange(len(source)))
+    if b"element" in was:
+        with pytest.raises(DataError, match=r"1\.parquet"):
+            tokenize([str(folder)], tmp_path / "out", column="input_ids", log=print)
+
+
+def look(file):
+    if file == "dies":
+        os.abort()
+    if file == "raises":
+        raise DataError("raised")
+    return file.upper() if file != "none" else OSError("returned")
+
+
+def test_what_kills_a_process_is_named():
+    assert read_apart(look, [], str) == []
+    first, second = read_apart(look, ["a", "none"], str)
+    assert first == "A"
+    assert isinstance(second, OSError)
+    with pytest.raises(DataError, match=r"^raised$"):
+        read_apart(look, ["a", "raises", "dies"], str)
+    with pytest.raises(DataError, match=r"^file dies is damaged: a process that looked at it died"):
+        read_apart(look, ["a", "dies", "raises"], lambda file: f"file {file}")
+
+
+def test_counts_that_cannot_be_are_found_when_a_shard_is_counted(tmp_path):
+    folder = write(tmp_path / "data", "arrow")
+    file = folder / "1.arrow"
+    ends = np.cumsum([0, *map(len, DOCUMENTS[20:23])], dtype=np.int32)
+    wrong = ends.copy()
+    wrong[-1] = -5
+    assert file.read_bytes().count(ends.tobytes()) == 1
+    file.write_bytes(file.read_bytes().replace(ends.tobytes(), wrong.tobytes()))
+    with pytest.raises(DataError, match=r"1\.arrow, record batch 0: damaged"):
+        open_dataset([str(folder)], None, 0)
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])

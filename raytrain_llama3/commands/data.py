@@ -105,7 +105,7 @@ def _output(given: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def _runner(given: argparse.Namespace, suffixes: Sequence[str], say: Callable[[str], None]) -> Iterator[Runner]:
-    """Processes under Ray Data, as many as asked for; little text is done here, before Ray would have started."""
+    """Processes under Ray, as many as asked for; little text is done here, before Ray would have started."""
     from raytrain_llama3.data.tokenize import here
 
     if given.workers is not None and given.workers < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,19 +151,6 @@ def run_job(job: Job, encoder: Encoder) -> Done:
     if count > _NAMED:
         left_out.append(f"and {count - _NAMED} more of part {job.part}")
     return Done(job.part, shard.documents if shard else 0, shard.tokens if shard else 0, tuple(left_out))
-
-
-def packed_job(job: Job) -> bytes:
-    """A job as bytes, for a runner that carries nothing else."""
-    return pickle.dumps(job)
-
-
-def unpacked_job(data: bytes) -> Job:
-    """What `packed_job` packed."""
-    job = pickle.loads(data)
-    if not isinstance(job, Job):
-        raise TypeError(f"not a job but {type(job).__name__}")
-    return job
 
 
 def _run_all(jobs: Sequence[Job], run: Runner, parts: int, log: Callable[[str], None]) -> None:

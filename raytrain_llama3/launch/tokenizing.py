@@ -1,32 +1,32 @@
-"""Parts of a text corpus tokenized by processes of Ray Data."""
+"""Parts of a text corpus tokenized by Ray's workers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from raytrain_llama3.config import env
 from raytrain_llama3.config.schema import Config
-from raytrain_llama3.data.encoders import open_encoder
-from raytrain_llama3.data.tokenize import Done, Job, Runner, packed_job, run_job, unpacked_job
+from raytrain_llama3.data.encoders import Encoder, open_encoder
+from raytrain_llama3.data.tokenize import Done, Job, Runner, run_job
 from raytrain_llama3.launch import session
 from raytrain_llama3.launch.signals import StopSignal
 
 # Each worker has one core: a tokenizer of many threads would take the others'.
 _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-# A worker runs one part of the corpus after another with the tokenizer that it opened for the first.
-_encoder_of_this_process = functools.lru_cache(maxsize=1)(open_encoder)
+
+@functools.cache
+def _encoder_of_this_process(tokenizer: str) -> Encoder:
+    """Opened once: a worker runs one part of the corpus after another."""
+    return open_encoder(tokenizer)
 
 
-def tokenize_part(row: dict[str, Any]) -> dict[str, Any]:
-    """In a worker: write the shard of the job in `row`, and say what is in it."""
-    job = unpacked_job(row["job"])
-    done = run_job(job, _encoder_of_this_process(job.tokenizer))
-    told = {"part": done.part, "documents": done.documents, "tokens": done.tokens, "error": done.error}
-    return told | {"left_out": "\n".join(done.left_out)}
+def tokenize_part(job: Job) -> Done:
+    """In a worker: write the shard of a job, and say what is in it."""
+    return run_job(job, _encoder_of_this_process(job.tokenizer))
 
 
 @contextlib.contextmanager
@@ -41,13 +41,13 @@ def ray_runner(workers: int) -> Iterator[Runner]:
 
 
 def _run(jobs: Sequence[Job], workers: int) -> Iterator[Done]:
+    """Each as it is done. By plain tasks: Ray Data would take longer to start than a small corpus takes to tokenize."""
     import ray
 
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    rows = ray.data.from_items([{"job": packed_job(job)} for job in jobs], override_num_blocks=len(jobs))
-    done = rows.map(tokenize_part, compute=ray.data.TaskPoolStrategy(workers), num_cpus=1)
-    for row in done.iter_rows():
-        left_out = tuple(row["left_out"].splitlines())
-        yield Done(row["part"], row["documents"], row["tokens"], left_out, row["error"])
+    task = ray.remote(num_cpus=1)(tokenize_part)
+    waiting = iter(jobs)
+    running = [task.remote(job) for job in itertools.islice(waiting, workers)]
+    while running:
+        (first,), running = ray.wait(running)
+        running += [task.remote(job) for job in itertools.islice(waiting, 1)]
+        yield ray.get(first)

@@ -49,7 +49,7 @@ def test_wikitext(sandbox: Sandbox) -> None:
     for part in range(2):
         table = pa.table({"text": rows[part::2]})
         pq.write_table(table, sandbox.work / "parquet" / f"train-0000{part}-of-00002.parquet", row_group_size=100)
-    # Two workers: tokenizing goes through Ray Data.
+    # Two workers: tokenizing goes through Ray.
     command = sandbox.start_program(example("wikitext.sh", "parquet", "out"), WORKERS="2", **SMALL)
     assert command.wait() == 0, command.output
     assert "401 documents" in command.output

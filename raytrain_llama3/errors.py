@@ -60,6 +60,11 @@ class CheckpointError(RaytrainError):
 
     exit_code = 3
 
+    @classmethod
+    def after_failures(cls, last: str, failed: int, most: float) -> CheckpointError:
+        """`failed` saves in a row, the `last` of them for that reason, are more than the `most` that may."""
+        return cls(f"{last}; {failed} saves in a row failed, more than max_failed_saves {most}")
+
 
 class NoSafeStateError(RaytrainError):
     """There are checkpoints, but none is complete: starting at step 0 would overwrite them."""

@@ -125,10 +125,7 @@ class Saves:
         else:
             self._failed, self.saved_step = 0, save.step
         if self._failed > self._max_failed:
-            raise CheckpointError(
-                f"{save.path}: {save.failure}; {self._failed} saves in a row failed, more than max_failed_saves "
-                f"{self._max_failed}"
-            )
+            raise CheckpointError.after_failures(f"{save.path}: {save.failure}", self._failed, self._max_failed)
 
     @property
     def is_under_way(self) -> bool:

@@ -108,9 +108,7 @@ class RunCheckpoints:
             self._refused += 1
             most = self._plan.config.max_failed_saves
             if self._refused > most:
-                raise CheckpointError(
-                    f"{error}; {self._refused} saves in a row failed, more than max_failed_saves {most}"
-                ) from error
+                raise CheckpointError.after_failures(str(error), self._refused, most) from error
             self._failed(SaveFailure(save.step, save.path, str(error), self._refused))
 
     def publish(self, save: SaveRecord) -> None:

@@ -123,6 +123,7 @@ class TrainingLoop:
             torch_dist.load_weights(source, self._chunks, self._optimizer)
             return
         progress = torch_dist.load(source, self._chunks, self._optimizer)
+        # Loading may have given the optimizer other tensors.
         self._own_state = torch_dist.OwnState(self._process.rank, self._chunks, self._optimizer)
         self._step, self._samples = progress.step, progress.samples
         self._schedule = build_schedule(self._plan, self._optimizer, self._samples)

@@ -6,7 +6,6 @@ Nothing here is training; each trial is small, forward and backward, and compare
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -125,12 +124,12 @@ class DeviceProbe:
         return [Finding(self._where, "attention backends", ", ".join(names))]
 
     def _cudnn(self) -> Iterator[Finding]:
-        version, refusal = _cudnn_version()
-        if refusal:
+        loaded, built = cudnn_versions()
+        if loaded < built:
             yield Finding(
                 self._where,
                 "cuDNN's origin",
-                f"{version}, {refusal}",
+                f"{_dotted(loaded)}, and torch was built with {_dotted(built)}",
                 Verdict.WARNING,
                 "attention runs with it, and torch's own convolutions would not: take the other one off "
                 "LD_LIBRARY_PATH, or use an image whose torch and cuDNN belong together",
@@ -232,28 +231,23 @@ def _versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         library: Any = torch.cuda.nccl
-        found["cuDNN"], _ = _cudnn_version()
-        found["NCCL"] = ".".join(map(str, library.version()))
+        found["cuDNN"] = _dotted(cudnn_versions()[0])
+        found["NCCL"] = _dotted(library.version())
     return found
 
 
-def _cudnn_version() -> tuple[str, str]:
-    """The one that is loaded, and what torch has against it if it is not the one that torch was built with."""
-    import torch
+def cudnn_versions() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The cuDNN that is loaded, and the one that torch 2.11 was built with.
 
-    library: Any = torch.backends.cudnn
-    try:
-        return str(library.version()), ""
-    except RuntimeError as error:
-        return foreign_cudnn(str(error))
+    Not `torch.backends.cudnn.version()`: it raises when they differ, and only for the first one in a process who asks.
+    """
+    from torch._C import _cudnn
+
+    return _cudnn.getRuntimeVersion(), _cudnn.getCompileVersion()
 
 
-def foreign_cudnn(message: str) -> tuple[str, str]:
-    """The same from torch's complaint that another cuDNN was loaded before its own."""
-    told = [numbers.replace(", ", ".") for numbers in re.findall(r"\((\d+(?:, \d+)+)\)", message)]
-    if len(told) < 2:
-        return "unknown", message.splitlines()[0]
-    return told[1], f"and torch was built with {told[0]}"
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _engine_version() -> str:

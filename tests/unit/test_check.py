@@ -9,7 +9,7 @@ import pytest
 
 from raytrain_llama3.launch import check, node_probe
 from raytrain_llama3.messages import Finding, Verdict
-from raytrain_llama3.train.probe import foreign_cudnn
+from raytrain_llama3.train import probe
 
 A, B = "10.0.0.1 device 0", "10.0.0.2 device 0"
 
@@ -75,10 +75,15 @@ def test_a_token_is_seen_where_the_folder_is_shared_and_goes_again(tmp_path: Pat
     assert not node_probe.sees(str(tmp_path / "shared"), "token")
 
 
-def test_torchs_complaint_of_another_cudnn_is_told_in_versions() -> None:
-    complaint = (
-        "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0). "
-        "PyTorch already comes bundled with cuDNN."
-    )
-    assert foreign_cudnn(complaint) == ("9.14.0", "and torch was built with 9.19.0")
-    assert foreign_cudnn("something else\nand more") == ("unknown", "something else")
+@pytest.mark.parametrize(("loaded", "told"), [((9, 14, 0), 1), ((9, 19, 0), 0), ((9, 20, 1), 0)])
+def test_a_cudnn_older_than_torchs_is_told_however_often_one_asks(
+    monkeypatch: pytest.MonkeyPatch, loaded: tuple[int, int, int], told: int
+) -> None:
+    assert all(isinstance(number, int) for version in probe.cudnn_versions() for number in version)
+    monkeypatch.setattr(probe, "cudnn_versions", lambda: (loaded, (9, 19, 0)))
+    device = probe.DeviceProbe("here", "cuda", 0, "127.0.0.1")
+    found = [[*device._cudnn()] for _ in range(2)]
+    assert [len(each) for each in found] == [told, told]
+    if told:
+        assert found[1][0].value == "9.14.0, and torch was built with 9.19.0"
+        assert found[1][0].verdict is Verdict.WARNING

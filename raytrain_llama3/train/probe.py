@@ -125,7 +125,7 @@ class DeviceProbe:
 
     def _cudnn(self) -> Iterator[Finding]:
         loaded, built = cudnn_versions()
-        if loaded < built:
+        if loaded[0] != built[0] or loaded[1] < built[1]:
             yield Finding(
                 self._where,
                 "cuDNN's origin",

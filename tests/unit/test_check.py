@@ -75,8 +75,8 @@ def test_a_token_is_seen_where_the_folder_is_shared_and_goes_again(tmp_path: Pat
     assert not node_probe.sees(str(tmp_path / "shared"), "token")
 
 
-@pytest.mark.parametrize(("loaded", "told"), [((9, 14, 0), 1), ((9, 19, 0), 0), ((9, 20, 1), 0)])
-def test_a_cudnn_older_than_torchs_is_told_however_often_one_asks(
+@pytest.mark.parametrize(("loaded", "told"), [((9, 14, 0), 1), ((10, 0, 0), 1), ((9, 19, 0), 0), ((9, 20, 1), 0)])
+def test_a_cudnn_that_torch_refuses_is_told_however_often_one_asks(
     monkeypatch: pytest.MonkeyPatch, loaded: tuple[int, int, int], told: int
 ) -> None:
     assert all(isinstance(number, int) for version in probe.cudnn_versions() for number in version)
@@ -85,5 +85,5 @@ def test_a_cudnn_older_than_torchs_is_told_however_often_one_asks(
     found = [[*device._cudnn()] for _ in range(2)]
     assert [len(each) for each in found] == [told, told]
     if told:
-        assert found[1][0].value == "9.14.0, and torch was built with 9.19.0"
+        assert found[1][0].value == f"{'.'.join(map(str, loaded))}, and torch was built with 9.19.0"
         assert found[1][0].verdict is Verdict.WARNING

@@ -7,9 +7,11 @@ that did not finish.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ SIDECAR_NAME = "sidecar.json"
 INDEX_NAMES = (".metadata", "metadata.json")
 """torch's index of the data files, and Megatron's own: a save writes them after the data."""
 
+_CLEARINGS, _CLEARING_S = 10, 0.1
 _READERS = 4
 _PIECE_BYTES = 1 << 22
 
@@ -42,12 +45,18 @@ def clear_partial(path: Path) -> None:
             f"{path}: holds a committed checkpoint, which a save would overwrite. Move it away, or give this run "
             f"another folder (checkpoint_path)"
         )
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
+    for left in reversed(range(_CLEARINGS)):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            # The writer of a rank that was killed ends by itself, a moment later, and may begin a file until then.
+            if error.errno == errno.ENOTEMPTY and left:
+                time.sleep(_CLEARING_S)
+                continue
+            raise CheckpointError(f"{path}: cannot be cleared of an interrupted save: {error}") from error
         return
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be cleared of an interrupted save: {error}") from error
 
 
 _CONTINUITY = {

@@ -44,10 +44,11 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class _Berth:
-    """A node that is held, and its processes that no rank uses now."""
+    """A node that is held, and its processes: those that no rank uses now, and those of the ranks."""
 
     reservation: Reservation
     idle: list[RankProcess] = field(default_factory=list)
+    busy: list[RankProcess] = field(default_factory=list)
     dying: list[ProcessFacts] = field(default_factory=list)
     """Processes that must be gone before the node's devices are used again."""
 
@@ -156,6 +157,8 @@ class Crew:
         clean = {m.spec.rank for m, is_clean in process.answers(resets, _RESET_S) if is_clean}
         for member in members:
             berth = self._berths.get(member.spec.node_id)
+            if berth is not None:
+                berth.busy.remove(member.process)
             if berth is not None and member.spec.rank in clean:
                 member.process.origin = "kept"
                 berth.idle.insert(0, member.process)
@@ -179,11 +182,12 @@ class Crew:
         return ready, sum(self._wanted_on(node) for node in self._berths)
 
     def close(self) -> None:
-        """End every process and give every node back."""
+        """End every process, also of ranks that train, and give every node back."""
         for berth in self._berths.values():
-            for idle in berth.idle:
-                idle.kill()
-                berth.dying += [idle.facts] if idle.facts else []
+            for held in [*berth.idle, *berth.busy]:
+                held.kill()
+                berth.dying += [held.facts] if held.facts else []
+            berth.idle, berth.busy = [], []
         self._see_dying_gone([])
         for berth in self._berths.values():
             berth.reservation.release()
@@ -221,18 +225,20 @@ class Crew:
         living = {n.node_id for n in self._session.nodes()} - self.lost
         for node in [n for n in self._berths if n not in living or n in barred]:
             berth = self._berths.pop(node)
-            for idle in berth.idle:
-                idle.kill()
+            for held in [*berth.idle, *berth.busy]:
+                held.kill()
             berth.reservation.release()
 
     def _take(self, spec: RankSpec, plan: RunPlan) -> RankProcess:
         berth = self._berths[spec.node_id]
         if berth.idle:
             # Ready ones first: kept before standing by, as they lie; then one that is still importing.
-            first = min(berth.idle, key=lambda p: p.facts is None)
-            berth.idle.remove(first)
-            return first
-        return self._start(berth, "new", f"{spec.name}/attempt-{spec.attempt}")
+            taken = min(berth.idle, key=lambda p: p.facts is None)
+            berth.idle.remove(taken)
+        else:
+            taken = self._start(berth, "new", f"{spec.name}/attempt-{spec.attempt}")
+        berth.busy.append(taken)
+        return taken
 
     def _start(self, berth: _Berth, origin: str, name: str = "standby") -> RankProcess:
         number = next(self._numbers)
@@ -264,8 +270,10 @@ class Crew:
     def _abandon(self, members: Sequence[Member]) -> None:
         """Those that are ready are as good as before; the others end."""
         for member in members:
+            berth = self._berths[member.spec.node_id]
+            berth.busy.remove(member.process)
             if member.process.facts is not None:
-                self._berths[member.spec.node_id].idle.append(member.process)
+                berth.idle.append(member.process)
             else:
                 member.process.kill()
 

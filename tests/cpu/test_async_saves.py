@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,35 @@ def test_a_full_disk_keeps_what_is_there_and_is_borne_for_a_while(
     resumed = sandbox.run(*TWO, "--save-interval", "10", "--checkpoint-path", str(folder), "--train-iters", target)
     assert resumed.process.returncode == 0, resumed.output
     assert f"resuming from {folder}/iter_{kept[-1]:07d}" in resumed.output
+    assert sandbox.leftovers() == []
+
+
+@pytest.mark.parametrize("is_async", ["0", "1"])
+def test_ranks_that_go_on_saving_are_ended_before_their_parts_are_cleared(sandbox: Sandbox, is_async: str) -> None:
+    folder = sandbox.work / "checkpoints" / "demo"
+    is_over = threading.Event()
+
+    def stand_in_the_way() -> None:
+        """Have publishing refused, and only that: a folder lies where the sidecar is to be written."""
+        seen = set[Path]()
+        while not is_over.wait(0.001):
+            for path in set(folder.glob("iter_*")) - seen:
+                seen.add(path)
+                with contextlib.suppress(OSError):
+                    (path / ".sidecar.json.tmp").mkdir()
+
+    # Always in the middle of a save, also when the driver has had enough of it.
+    command = sandbox.start(*ENDLESS, "--save-interval", "1", "--async-save", is_async, "--max-failed-saves", "2")
+    thread = threading.Thread(target=stand_in_the_way)
+    thread.start()
+    try:
+        assert command.wait() == 3, command.output
+    finally:
+        is_over.set()
+        thread.join()
+    assert "cannot be published: [Errno 21] Is a directory" in command.output
+    assert "3 saves in a row failed, more than max_failed_saves 2" in command.output
+    assert list(folder.glob("iter_*")) == []
     assert sandbox.leftovers() == []
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -8,6 +9,8 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -373,6 +376,25 @@ def test_clearing_takes_wrecks_and_spares_the_committed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="iter_0000010"):
         clear_partial(tmp_path / "iter_0000010")
     assert (tmp_path / "iter_0000010" / "COMMITTED").is_file()
+
+
+def test_clearing_outlasts_a_writer_that_is_about_to_end(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    path, ends_at = tmp_path / "iter_0000020", time.monotonic() + 0.3
+
+    def write_on() -> None:
+        number = 0
+        while time.monotonic() < ends_at:
+            with contextlib.suppress(OSError):
+                (path / f"__0_{(number := number + 1)}.distcp").write_bytes(b"")
+
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(write_on)
+        while time.monotonic() < ends_at:
+            path.mkdir(exist_ok=True)
+            clear_partial(path)
+        writing.result()
+    assert not path.exists()
 
 
 def test_a_missing_sidecar_names_what_there_is_instead(tmp_path: Path) -> None:

@@ -192,12 +192,16 @@ def join(address: str, stop: StopSignal) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def start(config: Config, device: Device, ranks: int, stop: StopSignal) -> Iterator[Session]:
-    """Start a Ray of this process's own: own folder, own token, nothing in the home folder, nothing left behind."""
+def start(config: Config, device: Device, ranks: int, stop: StopSignal, cores: int | None = None) -> Iterator[Session]:
+    """Start a Ray of this process's own: own folder, own token, nothing in the home folder, nothing left behind.
+
+    It has `cores` to give, and as many workers to begin with; else those of this machine, and one for each rank.
+    """
     folder = make_folder()
     before = _children()
     try:
-        yield _start_in(folder, config, device, ranks, stop)
+        cores = cores or max(psutil.cpu_count() or 1, ranks)
+        yield _start_in(folder, config, device, ranks, stop, cores)
     finally:
         import ray
 
@@ -214,7 +218,7 @@ def make_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="raytrain-", dir=base if len(base) <= _LONGEST_BASE else "/tmp"))
 
 
-def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: StopSignal) -> Session:
+def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: StopSignal, cores: int) -> Session:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -226,12 +230,11 @@ def _start_in(folder: Path, config: Config, device: Device, ranks: int, stop: St
     env.apply(mine, [*env.POD_NAMES, "RAY_AUTH_TOKEN", "RAY_ADDRESS"])
 
     options: dict[str, Any] = {"num_gpus": ranks} if device == "cuda" else {"num_gpus": 0}
-    cores = psutil.cpu_count() or 1
     try:
         connect(
             stop,
             address="local",
-            num_cpus=max(cores, ranks),
+            num_cpus=cores,
             object_store_memory=limits.object_store_bytes(),
             _temp_dir=str(folder),
             **options,
@@ -256,8 +259,10 @@ def connect(stop: StopSignal, **options: Any) -> Any:
     quiet = mock.patch.object(worker, "listen_error_messages", return_value=None)
     # It would read every log over and over, for a driver that asks for none of them.
     unfollowed = mock.patch.object(Node, "start_log_monitor")
+    # It asks a cloud for nodes, which a Ray of our own has not, and is the last of Ray's processes to end.
+    alone = mock.patch.object(Node, "start_monitor")
     try:
-        with apart, quiet, unfollowed, put_off():
+        with apart, quiet, unfollowed, alone, put_off():
             context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit as error:
         # What Ray's own handler does with a SIGTERM between its installation and ours.

@@ -76,12 +76,12 @@ def rank_of(plan: RunPlan, rank: int, local_rank: int, where: str) -> RankSpec:
     )
 
 
-def prepared(plan: RunPlan, rank: int) -> TrainWorker:
-    """A worker with everything imported, whose output goes where our ranks' goes."""
+def prepared(plan: RunPlan, rank: int) -> tuple[TrainWorker, float]:
+    """A worker with everything imported, whose output goes where our ranks' goes, and the seconds that it took."""
     worker = TrainWorker()
     log = plan.paths.logs / "attempt_0" / f"rank_{rank}.log"
-    worker.prepare(plan.worker_environment, env.POD_NAMES, str(log))
-    return worker
+    facts = worker.prepare(plan.worker_environment, env.POD_NAMES, str(log))
+    return worker, facts.import_s
 
 
 def opening(worker: TrainWorker, plan: RunPlan) -> Opening:
@@ -90,15 +90,15 @@ def opening(worker: TrainWorker, plan: RunPlan) -> Opening:
     return Opening(port, CheckpointStore(plan.paths.checkpoints, None).resume_point())
 
 
-def train(worker: TrainWorker, plan: RunPlan, spec: RankSpec, told: Opening, file: Path) -> None:
-    """Train to the end as `spec`; rank 0 publishes and writes to `file` meanwhile."""
+def train(worker: TrainWorker, plan: RunPlan, spec: RankSpec, told: Opening, file: Path, import_s: float) -> None:
+    """Train to the end as `spec`; rank 0 publishes and writes to `file` meanwhile, `import_s` among the phases."""
     rendezvous = Rendezvous(HOST, told.port, spec.node_id)
     if spec.rank:
         worker.run(plan, spec, rendezvous, told.resume)
         return
     ended = threading.Event()
     with file.open("a") as opened, ThreadPoolExecutor(1) as executor:
-        telling = executor.submit(_tell, worker, plan, opened, ended)
+        telling = executor.submit(_tell, worker, plan, opened, ended, import_s)
         try:
             worker.run(plan, spec, rendezvous, told.resume)
         finally:
@@ -106,7 +106,7 @@ def train(worker: TrainWorker, plan: RunPlan, spec: RankSpec, told: Opening, fil
         telling.result()
 
 
-def _tell(worker: TrainWorker, plan: RunPlan, file: TextIO, ended: threading.Event) -> None:
+def _tell(worker: TrainWorker, plan: RunPlan, file: TextIO, ended: threading.Event, import_s: float) -> None:
     """Publish and write every half second, off the training's path, and once more when it has ended."""
     born = psutil.Process(os.getpid()).create_time()
     has_told_phases = False
@@ -122,7 +122,8 @@ def _tell(worker: TrainWorker, plan: RunPlan, file: TextIO, ended: threading.Eve
                 store.publish(save)
                 _write(file, "save", time.time(), born, {"step": save.step, "seconds": save.seconds})
             if report.steps and not has_told_phases:
-                _write(file, "phases", time.time(), born, {"born": born, "seconds": report.phase_seconds})
+                seconds = {"import": import_s, **report.phase_seconds}
+                _write(file, "phases", time.time(), born, {"born": born, "seconds": seconds})
                 has_told_phases = True
             file.flush()
 

@@ -46,14 +46,14 @@ def train_rank(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     plan = peer.planned(config["flags"])
-    worker = peer.prepared(plan, rank)
+    worker, import_s = peer.prepared(plan, rank)
     told: peer.Opening = ray.train.collective.broadcast_from_rank_zero(
         peer.opening(worker, plan) if rank == 0 else None
     )
     # TorchTrainer has opened a group already; the training code opens its own.
     dist.destroy_process_group()
     spec = peer.rank_of(plan, rank, context.get_local_rank(), "ray-train")
-    peer.train(worker, plan, spec, told, Path(config["records"]))
+    peer.train(worker, plan, spec, told, Path(config["records"]), import_s)
 
 
 def main(argv: Sequence[str]) -> int:

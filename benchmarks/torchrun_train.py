@@ -28,9 +28,10 @@ def main(argv: Sequence[str]) -> int:
     world, rank = int(environ["WORLD_SIZE"]), int(environ["RANK"])
     if world != plan.layout.world_size:
         raise SystemExit(f"torchrun started {world} ranks, the flags ask for {plan.layout.world_size}")
-    worker = peer.prepared(plan, rank)
+    worker, import_s = peer.prepared(plan, rank)
     told = _meet(worker, plan, rank, environ)
-    peer.train(worker, plan, peer.rank_of(plan, rank, int(environ["LOCAL_RANK"]), "torchrun"), told, given.records)
+    spec = peer.rank_of(plan, rank, int(environ["LOCAL_RANK"]), "torchrun")
+    peer.train(worker, plan, spec, told, given.records, import_s)
     return 0
 
 

@@ -54,7 +54,7 @@ def _run(jobs: Sequence[Job], workers: int, start_ray: Callable[[], None]) -> It
     waiting, ended = deque(jobs), SimpleQueue[Done | BaseException]()
     try:
         _work_off(waiting, tokenize_part, ended)
-        if len(waiting) and workers > 1:
+        if len(jobs) > 1 and workers > 1:
             start_ray()
             for _ in range(min(workers - 1, len(waiting))):
                 _work_off(waiting, _by_ray, ended)

@@ -36,6 +36,8 @@ STARTED = "raytrain-started"
 CORES, MEMORY = "raytrain-cores", "raytrain-memory-bytes"
 """Labels of the nodes that pods start: the pod's number, its devices, Unix time, and what each has of the machine."""
 _PROCESS_END_S = 10
+_HALF_STARTED_END_S = 0.5
+"""Ray does not end by itself what it had started when its start was broken off."""
 _LONGEST_BASE = 25
 
 # Each rank sees all of its node's devices and sets its own: masking breaks NCCL's peer access.
@@ -199,15 +201,17 @@ def start(config: Config, device: Device, ranks: int, stop: StopSignal, cores: i
     """
     folder = make_folder()
     before = _children()
+    patience_s = _HALF_STARTED_END_S
     try:
-        cores = cores or max(psutil.cpu_count() or 1, ranks)
-        yield _start_in(folder, config, device, ranks, stop, cores)
+        started = _start_in(folder, config, device, ranks, stop, cores or max(psutil.cpu_count() or 1, ranks))
+        patience_s = _PROCESS_END_S
+        yield started
     finally:
         import ray
 
         stop.patience = NEVER
         ray.shutdown()
-        end_processes(_children() - before, _PROCESS_END_S)
+        end_processes(_children() - before, patience_s)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from raytrain_llama3.errors import StoppedBySignal
+from raytrain_llama3.errors import RaytrainError, StoppedBySignal
 
 AT_ONCE = 0
 AFTER_ONE = 1
@@ -45,12 +45,17 @@ class StopSignal:
 
     @contextlib.contextmanager
     def unwrapped(self) -> Iterator[None]:
-        """Raise `StoppedBySignal` as itself: one that arrives as a call of Ray's returns comes in a `SystemError`."""
+        """Raise `StoppedBySignal` as itself: whatever code it interrupted may have made another error of it."""
         try:
             yield
-        except SystemError as error:
-            if isinstance(error.__cause__, StoppedBySignal):
-                raise error.__cause__ from None
+        except RaytrainError:
+            raise
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, StoppedBySignal):
+                    raise cause from None
+                cause = cause.__cause__ or cause.__context__
             raise
 
     @property

@@ -52,6 +52,11 @@ class _Berth:
     dying: list[ProcessFacts] = field(default_factory=list)
     """Processes that must be gone before the node's devices are used again."""
 
+    @property
+    def manned(self) -> list[RankProcess]:
+        """All processes that nobody has ended."""
+        return [*self.idle, *self.busy]
+
 
 class Crew:
     """The nodes and processes of a run. `lost` are nodes known to be gone, whatever Ray still says of them."""
@@ -184,7 +189,7 @@ class Crew:
     def close(self) -> None:
         """End every process, also of ranks that train, and give every node back."""
         for berth in self._berths.values():
-            for held in [*berth.idle, *berth.busy]:
+            for held in berth.manned:
                 held.kill()
                 berth.dying += [held.facts] if held.facts else []
             berth.idle, berth.busy = [], []
@@ -225,7 +230,7 @@ class Crew:
         living = {n.node_id for n in self._session.nodes()} - self.lost
         for node in [n for n in self._berths if n not in living or n in barred]:
             berth = self._berths.pop(node)
-            for held in [*berth.idle, *berth.busy]:
+            for held in berth.manned:
                 held.kill()
             berth.reservation.release()
 

@@ -70,7 +70,7 @@ class Memory:
     activations: float
     """What the layers keep for the backward pass."""
     logits: float
-    """Scores over the vocabulary, and their gradient."""
+    """Scores over the vocabulary, and what their gradient takes beside them."""
     workspace: float
     """What the kernels want beside them."""
     update: float
@@ -163,9 +163,9 @@ def _token_in_layer(config: Config, layout: Layout, device: str, again: Sequence
 def _logits(config: Config, layout: Layout, device: str) -> float:
     width = 2 if config.dtype != "fp32" else 4
     tokens = layout.micro_batch_size * config.seq_length / layout.cp
-    # Transformer Engine's kernel leaves the gradient in the logits' own format beside them; the others work in fp32.
+    # With Transformer Engine's kernel the gradient takes the logits' place; the others work in fp32 beside them.
     by_kernel = device == "cuda" and config.cross_entropy_loss_fusion and config.dtype != "fp16"
-    kept = 2 * width if by_kernel else width + 4
+    kept = width if by_kernel else width + 4
     return tokens * padded_vocab_size(config.vocab_size) / layout.tp * kept
 
 

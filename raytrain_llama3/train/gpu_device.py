@@ -1,4 +1,4 @@
-"""One GPU of this process, with what Megatron-core looks for in APEX.
+"""One GPU of this process, with what Megatron-core looks for in APEX, and faster kernels in the place of some.
 
 Tested with megatron-core 0.19.2, Transformer Engine 2.20.2 and torch 2.11.
 """
@@ -12,10 +12,15 @@ from unittest import mock
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.models.common.language_module import language_module
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import attention
 from torch import Tensor
 
-from raytrain_llama3.train.kernels import WeightGradients
+from raytrain_llama3.train.adam import l2_norm
+from raytrain_llama3.train.kernels import WeightGradients, cross_entropy
+from raytrain_llama3.train.rotary import rotate
 
 
 @contextlib.contextmanager
@@ -28,6 +33,9 @@ def gpu_device(index: int) -> Iterator[torch.device]:
         stack.enter_context(mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", WeightGradients, create=True))
         stack.enter_context(mock.patch.object(layers, "_grad_accum_fusion_available", True))
         stack.enter_context(mock.patch.object(_ParamAndGradBuffer, "scale_gradients", _scale_gradients))
+        stack.enter_context(mock.patch.object(language_module, "te_parallel_cross_entropy", cross_entropy))
+        stack.enter_context(mock.patch.object(attention, "apply_fused_qkv_rotary_pos_emb", rotate))
+        stack.enter_context(mock.patch.object(clip_grads, "l2_norm_impl", l2_norm))
         yield device
 
 

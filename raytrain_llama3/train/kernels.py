@@ -1,4 +1,4 @@
-"""Kernels that Megatron-core does not reach for itself: a faster SwiGLU, and gradients added inside their product."""
+"""Kernels that Megatron-core does not reach for itself: SwiGLU, the loss in its logits' place, added gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import transformer_engine_torch as te_kernels
 from torch import Tensor, nn
 from torch.autograd import Function
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
 
 class SwiGLU(nn.Module):
@@ -38,6 +39,16 @@ class _SwiGLU(Function):
         (gate_and_up,) = ctx.saved_tensors
         out: Tensor = te_kernels.dswiglu(grads[0].contiguous(), gate_and_up, None)
         return out
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, tp_group: Any, is_cg_capturable: bool = False) -> Tensor:
+    """Loss of each token, fp32; `logits`: `[seq, batch, vocabulary]`, in whose place their gradient is made.
+
+    Megatron-core's call of the same kernel keeps both: 2 GiB more with 8192 tokens of Llama3.
+    """
+    del is_cg_capturable
+    loss: Tensor = parallel_cross_entropy(logits, labels, dist_process_group=tp_group, overwrite_input=True)
+    return loss
 
 
 class WeightGradients:

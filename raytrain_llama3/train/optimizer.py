@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from raytrain_llama3.checkpoint.shards import parts_of
+from raytrain_llama3.config import estimate
 from raytrain_llama3.config.plan import RunPlan
 from raytrain_llama3.train.precision import optimizer_precision
 
@@ -36,6 +37,10 @@ def build_optimizer(plan: RunPlan, chunks: list[DistributedDataParallel]) -> Meg
         ),
         chunks,
     )
+    if estimate.keeps_remainders(c, plan.device):
+        from raytrain_llama3.train.adam import take_over
+
+        take_over(optimizer)
     get_model_config(chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -90,6 +95,11 @@ def apply(optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: boo
 def _clip(part: Any, clip_grad: float, norm: float) -> None:
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+    step = getattr(getattr(part, "optimizer", None), "multi_tensor_adam_param_remainder", None)
+    if hasattr(step, "factor"):
+        # `adam.RemainderAdam` clips as it reads gradients.
+        step.factor = min(1.0, clip_grad / (norm + 1e-6))
+        return
     clip_grad_by_total_norm_fp32(
         part.get_parameters(),
         max_norm=clip_grad,

@@ -63,7 +63,7 @@ class RemainderAdam:
 def take_over(optimizer: MegatronOptimizer) -> None:
     """Give every part of `optimizer` that keeps remainders this step."""
     for part in parts_of(optimizer):
-        inner = getattr(part, "optimizer", None)
+        inner: Any = getattr(part, "optimizer", None)
         if getattr(inner, "store_param_remainders", False):
             inner.multi_tensor_adam_param_remainder = RemainderAdam()
 

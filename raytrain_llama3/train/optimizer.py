@@ -95,7 +95,7 @@ def apply(optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: boo
 def _clip(part: Any, clip_grad: float, norm: float) -> None:
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    step = getattr(getattr(part, "optimizer", None), "multi_tensor_adam_param_remainder", None)
+    step: Any = getattr(getattr(part, "optimizer", None), "multi_tensor_adam_param_remainder", None)
     if hasattr(step, "factor"):
         # `adam.RemainderAdam` clips as it reads gradients.
         step.factor = min(1.0, clip_grad / (norm + 1e-6))

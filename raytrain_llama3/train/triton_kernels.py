@@ -73,16 +73,23 @@ def _places(head, column, token, heads, HALF: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(owners, firsts, sizes, tensors, sums, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    owner = tl.load(owners + tl.program_id(0))
-    start = (tl.program_id(0) - tl.load(firsts + owner)).to(tl.int64) * CHUNK
-    size = tl.load(sizes + owner)
-    numbers = tl.load(tensors + owner).to(tl.pointer_type(DTYPE))
+def sum_of_squares(
+    owners, firsts, sizes, tensors, sums,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    owner, start, size = _of_chunk(owners, firsts, sizes, CHUNK)
+    numbers = _first(tensors, owner, DTYPE, ALIGNED)
     found = tl.zeros((BLOCK,), dtype=tl.float32)
-    for place in range(0, CHUNK, BLOCK):
-        at = start + place + tl.arange(0, BLOCK)
-        number = tl.load(numbers + at, mask=at < size, other=0.0).to(tl.float32)
-        found += number * number
+    # Without a mask, reads are as wide as they can be: sizes that are known only here would rule that out.
+    if start + CHUNK <= size:
+        for place in range(0, CHUNK, BLOCK):
+            number = tl.load(numbers + (start + place + tl.arange(0, BLOCK))).to(tl.float32)
+            found += number * number
+    else:
+        for place in range(0, CHUNK, BLOCK):
+            at = start + place + tl.arange(0, BLOCK)
+            number = tl.load(numbers + at, mask=at < size, other=0.0).to(tl.float32)
+            found += number * number
     tl.store(sums + tl.program_id(0), tl.sum(found))
 
 
@@ -90,34 +97,72 @@ def sum_of_squares(owners, firsts, sizes, tensors, sums, DTYPE: tl.constexpr, CH
 def adam(
     owners, firsts, sizes, grads, weights, means, squares, remainders,
     factor, lr, beta1, beta2, eps, decay, correction1, correction2,
-    GRAD: tl.constexpr, MOMENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    owner, start, size = _of_chunk(owners, firsts, sizes, CHUNK)
+    grad_at = _first(grads, owner, GRAD, ALIGNED)
+    weight_at = _first(weights, owner, tl.int16, ALIGNED)
+    mean_at = _first(means, owner, MOMENT, ALIGNED)
+    square_at = _first(squares, owner, MOMENT, ALIGNED)
+    remainder_at = _first(remainders, owner, tl.int16, ALIGNED)
+    if start + CHUNK <= size:
+        for place in range(0, CHUNK, BLOCK):
+            at = start + place + tl.arange(0, BLOCK)
+            grad, mean, square = tl.load(grad_at + at), tl.load(mean_at + at), tl.load(square_at + at)
+            high, low = tl.load(weight_at + at), tl.load(remainder_at + at)
+            high, low, mean, square = _stepped(
+                grad, high, mean, square, low, factor, lr, beta1, beta2, eps, decay, correction1, correction2
+            )
+            tl.store(mean_at + at, mean.to(MOMENT))
+            tl.store(square_at + at, square.to(MOMENT))
+            tl.store(weight_at + at, high)
+            tl.store(remainder_at + at, low)
+    else:
+        for place in range(0, CHUNK, BLOCK):
+            at = start + place + tl.arange(0, BLOCK)
+            inside = at < size
+            grad = tl.load(grad_at + at, mask=inside, other=0.0)
+            mean, square = (
+                tl.load(mean_at + at, mask=inside, other=0.0),
+                tl.load(square_at + at, mask=inside, other=0.0),
+            )
+            high, low = tl.load(weight_at + at, mask=inside, other=0), tl.load(remainder_at + at, mask=inside, other=0)
+            high, low, mean, square = _stepped(
+                grad, high, mean, square, low, factor, lr, beta1, beta2, eps, decay, correction1, correction2
+            )
+            tl.store(mean_at + at, mean.to(MOMENT), mask=inside)
+            tl.store(square_at + at, square.to(MOMENT), mask=inside)
+            tl.store(weight_at + at, high, mask=inside)
+            tl.store(remainder_at + at, low, mask=inside)
+
+
+@triton.jit
+def _of_chunk(owners, firsts, sizes, CHUNK: tl.constexpr):
+    """Which tensor this program's chunk is of, where in it the chunk starts, and the tensor's size."""
     owner = tl.load(owners + tl.program_id(0))
     start = (tl.program_id(0) - tl.load(firsts + owner)).to(tl.int64) * CHUNK
-    size = tl.load(sizes + owner)
-    grad_at = tl.load(grads + owner).to(tl.pointer_type(GRAD))
-    weight_at = tl.load(weights + owner).to(tl.pointer_type(tl.int16))
-    mean_at = tl.load(means + owner).to(tl.pointer_type(MOMENT))
-    square_at = tl.load(squares + owner).to(tl.pointer_type(MOMENT))
-    remainder_at = tl.load(remainders + owner).to(tl.pointer_type(tl.int16))
-    for place in range(0, CHUNK, BLOCK):
-        at = start + place + tl.arange(0, BLOCK)
-        inside = at < size
-        grad = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32) * factor
-        mean = tl.load(mean_at + at, mask=inside, other=0.0).to(tl.float32)
-        square = tl.load(square_at + at, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(weight_at + at, mask=inside, other=0).to(tl.int32)
-        low = tl.load(remainder_at + at, mask=inside, other=0).to(tl.int32)
-        # The weight is the master rounded: where the rest is half or more (its first bit), it was rounded up.
-        high = tl.where(low < 0, high - 1, high)
-        master = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
-        mean = beta1 * mean + (1.0 - beta1) * grad
-        square = beta2 * square + (1.0 - beta2) * grad * grad
-        change = (mean / correction1) / (tl.sqrt(square / correction2) + eps) + decay * master
-        bits = (master - lr * change).to(tl.int32, bitcast=True)
-        low = (bits & 0xFFFF).to(tl.int16)
-        high = (bits >> 16) + tl.where(low < 0, 1, 0)
-        tl.store(mean_at + at, mean.to(MOMENT), mask=inside)
-        tl.store(square_at + at, square.to(MOMENT), mask=inside)
-        tl.store(weight_at + at, high.to(tl.int16), mask=inside)
-        tl.store(remainder_at + at, low, mask=inside)
+    return owner, start, tl.load(sizes + owner)
+
+
+@triton.jit
+def _first(addresses, owner, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    first = tl.load(addresses + owner).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    return first
+
+
+@triton.jit
+def _stepped(grad, high, mean, square, low, factor, lr, beta1, beta2, eps, decay, correction1, correction2):
+    grad, mean, square = grad.to(tl.float32) * factor, mean.to(tl.float32), square.to(tl.float32)
+    high, low = high.to(tl.int32), low.to(tl.int32)
+    # The weight is the master rounded: where the rest is half or more (its first bit), it was rounded up.
+    high = tl.where(low < 0, high - 1, high)
+    master = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
+    mean = beta1 * mean + (1.0 - beta1) * grad
+    square = beta2 * square + (1.0 - beta2) * grad * grad
+    change = (mean / correction1) / (tl.sqrt(square / correction2) + eps) + decay * master
+    bits = (master - lr * change).to(tl.int32, bitcast=True)
+    low = (bits & 0xFFFF).to(tl.int16)
+    high = (bits >> 16) + tl.where(low < 0, 1, 0)
+    return high.to(tl.int16), low, mean, square

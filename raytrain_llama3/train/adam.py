@@ -1,17 +1,18 @@
 """Adam's step and the gradients' norm on a GPU, at the rate at which it copies.
 
 Transformer Engine's kernel for weights whose masters are kept as remainders takes 2.2 times as long on an H200, its
-norm 1.8 times, and Megatron-core clips in a pass of its own.
+norm 1.8 times, and Megatron-core divides by the number of tokens and clips in passes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -25,11 +26,17 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 class RemainderAdam:
-    """What Transformer Engine's `multi_tensor_adam_param_remainder` does, with gradients times `factor`."""
+    """What Transformer Engine's `multi_tensor_adam_param_remainder` does, with gradients times `scale` and `clip`."""
 
     def __init__(self) -> None:
-        self.factor = 1.0
-        """Of this step: what clipping asks for."""
+        self.scale = 1.0
+        """What makes this step's gradients, which are sums, the mean over tokens."""
+        self.clip = 1.0
+        """What this step's norm asks for."""
+
+    def scale_gradients(self, scale: Tensor | float) -> None:
+        """Megatron-core's, later: as they are read. Until then they and their norm are `1 / scale` times too large."""
+        self.scale = float(scale)
 
     def __call__(
         self,
@@ -56,17 +63,20 @@ class RemainderAdam:
         corrections = (1 - beta1**step, 1 - beta2**step) if corrects_bias else (1.0, 1.0)
         table = _Chunks(grads)
         kernels.adam[(table.count,)](
-            *table.given, *map(table.addresses, tensors), self.factor, lr, beta1, beta2, eps, decay, *corrections,
-            GRAD=_TYPES[grads[0].dtype], MOMENT=_TYPES[means[0].dtype], ALIGNED=all(map(_aligned, tensors)), **_LAUNCH,
+            *table.given, *map(table.addresses, tensors), self.scale * self.clip, lr, beta1, beta2, eps, decay,
+            *corrections, GRAD=_TYPES[grads[0].dtype], MOMENT=_TYPES[means[0].dtype],
+            ALIGNED=all(map(_aligned, tensors)), **_LAUNCH,
         )  # fmt: skip
 
 
-def take_over(optimizer: MegatronOptimizer) -> None:
-    """Give every part of `optimizer` that keeps remainders this step."""
+def take_over(optimizer: MegatronOptimizer, chunks: Iterable[DistributedDataParallel]) -> None:
+    """Give `optimizer`, which keeps remainders, this step, and leave to it the scale of `chunks`' gradients."""
+    step: Any = RemainderAdam()
     for part in parts_of(optimizer):
-        inner: Any = getattr(part, "optimizer", None)
-        if getattr(inner, "store_param_remainders", False):
-            inner.multi_tensor_adam_param_remainder = RemainderAdam()
+        if getattr(part, "optimizer", None) is not None:
+            part.optimizer.multi_tensor_adam_param_remainder = step
+    for chunk in chunks:
+        chunk.scale_gradients = step.scale_gradients
 
 
 def l2_norm(chunk_size: int, noop: Tensor, tensors: Sequence[Sequence[Tensor]], by_tensor: bool) -> tuple[Tensor, None]:

@@ -40,7 +40,7 @@ def build_optimizer(plan: RunPlan, chunks: list[DistributedDataParallel]) -> Meg
     if estimate.keeps_remainders(c, plan.device):
         from raytrain_llama3.train.adam import take_over
 
-        take_over(optimizer)
+        take_over(optimizer, chunks)
     get_model_config(chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -82,24 +82,29 @@ def apply(optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: boo
     """
     if optimizer.prepare_grads() or not loss_is_finite:
         return Update(math.nan, applied=False)
-    norm = float(optimizer.get_grad_norm())
+    step = _reading_step(optimizer)
+    norm = float(optimizer.get_grad_norm()) * (1.0 if step is None else step.scale)
     if not math.isfinite(norm):
         return Update(norm, applied=False)
-    if clip_grad > 0:
+    if step is not None:
+        step.clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+    elif clip_grad > 0:
         for part in parts_of(optimizer):
             if part.get_parameters():
                 _clip(part, clip_grad, norm)
     return Update(norm, applied=bool(optimizer.step_with_ready_grads()))
 
 
+def _reading_step(optimizer: MegatronOptimizer) -> Any | None:
+    """The `adam.RemainderAdam` of all parts, which scales and clips gradients as it reads them, or None."""
+    inner = (getattr(part, "optimizer", None) for part in parts_of(optimizer))
+    steps = (getattr(each, "multi_tensor_adam_param_remainder", None) for each in inner)
+    return next((step for step in steps if hasattr(step, "clip")), None)
+
+
 def _clip(part: Any, clip_grad: float, norm: float) -> None:
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    step: Any = getattr(getattr(part, "optimizer", None), "multi_tensor_adam_param_remainder", None)
-    if hasattr(step, "factor"):
-        # `adam.RemainderAdam` clips as it reads gradients.
-        step.factor = min(1.0, clip_grad / (norm + 1e-6))
-        return
     clip_grad_by_total_norm_fp32(
         part.get_parameters(),
         max_norm=clip_grad,

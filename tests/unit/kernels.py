@@ -41,10 +41,11 @@ def test_adam_keeps_every_bit_of_the_master(moment: torch.dtype, first: int) -> 
     squares = [torch.rand(n).to(moment) for n in SIZES]
     lr, beta1, beta2, eps, decay, step = 0.01, 0.9, 0.95, 1e-8, 0.1, 3
     take = adam.RemainderAdam()
-    take.factor = 0.5
+    take.scale_gradients(torch.tensor(0.25))
+    take.clip = 2.0
     wanted = []
     for master, grad, mean, square in zip(masters, grads, means, squares, strict=True):
-        g = grad.float() * take.factor
+        g = grad.float() * 0.5
         m, v = beta1 * mean.float() + (1 - beta1) * g, beta2 * square.float() + (1 - beta2) * g * g
         change = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps) + decay * master
         wanted.append((master - lr * change, m, v))

@@ -6,6 +6,7 @@ A plain class, importable without torch: `launch.gang` turns it into a Ray actor
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 
 _STDERR = 2
+_TENSORBOARD = "torch.utils.tensorboard"
 
 
 class TrainWorker:
@@ -59,7 +61,7 @@ class TrainWorker:
         # Ray's own names the thread that crashed and no other.
         faulthandler.enable(file=_STDERR, all_threads=True)
         started = time.monotonic()
-        with PlainWords():
+        with PlainWords(), _quick_imports():
             from raytrain_llama3.train import loop, process  # noqa: F401  (imported for their weight)
 
             self._facts = _facts(time.monotonic() - started)
@@ -159,6 +161,23 @@ class TrainWorker:
         for ident, frame in sys._current_frames().items():
             parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
         return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Leave out what is a fifth of importing Megatron-core and of no use here.
+
+    The collector would look again and again through what is there to stay, and `megatron.core.timers` wants TensorBoard
+    for the name of a type; without it, it does without.
+    """
+    gc.disable()
+    has_hidden = sys.modules.setdefault(_TENSORBOARD, None) is None  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if has_hidden:
+            del sys.modules[_TENSORBOARD]
+        gc.enable()
 
 
 def _redirect_output(path: Path) -> None:

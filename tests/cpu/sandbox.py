@@ -30,10 +30,10 @@ DEMO = (
     "--eval-iters",
     "1",
 )
-# Standing by costs every run the imports of a process more: only tests of recoveries ask for it.
-DEMO += ("--lr-decay-samples", "4800", "--standby-processes", "0")
+# Standing by costs every run the imports of a process more, a dashboard some seconds: only those who look ask for them.
+DEMO += ("--lr-decay-samples", "4800", "--standby-processes", "0", "--ray-dashboard", "0")
 FOUR = (*DEMO, "--gpus-per-node", "4", "--micro-batch-size", "2", "--hidden-size", "64", "--ffn-hidden-size", "128")
-FOUR += ("--kv-channels", "16", "--log-interval", "1", "--eval-interval", "0", "--ray-dashboard", "0")
+FOUR += ("--kv-channels", "16", "--log-interval", "1", "--eval-interval", "0")
 """Four ranks that share a batch of 16; a model so small that steps take a tenth of a second."""
 PATIENCE_S = 600
 _MARK = "RAYTRAIN_TEST_MARK"

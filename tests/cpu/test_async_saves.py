@@ -18,7 +18,7 @@ from raytrain_llama3.checkpoint.folder import damaged_files
 from raytrain_llama3.checkpoint.store import CheckpointStore
 
 TWO = (*DEMO, "--micro-batch-size", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--kv-channels", "16")
-TWO += ("--log-interval", "1", "--eval-interval", "0", "--ray-dashboard", "0", "--max-checkpoints", "0")
+TWO += ("--log-interval", "1", "--eval-interval", "0", "--max-checkpoints", "0")
 ENDLESS = (*TWO, "--train-iters", "100000")
 
 

@@ -43,7 +43,7 @@ def test_train_save_resume_and_nothing_left_to_do(sandbox: Sandbox) -> None:
 
 
 def test_the_dashboard_serves_while_it_trains(sandbox: Sandbox) -> None:
-    command = sandbox.start(*ENDLESS)
+    command = sandbox.start(*ENDLESS, "--ray-dashboard", "1")
     url = command.wait_for(r"Ray dashboard: (http://\S+)").group(1)
     with pytest.raises(urllib.error.HTTPError, match="401"):
         # It serves, and only to those who have the run's token.

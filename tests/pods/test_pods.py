@@ -23,10 +23,11 @@ from strangers import Stranger
 COUNT, DEVICES, BATCH = 3, 2, 24
 MODEL = (*DEMO, "--micro-batch-size", "2", "--global-batch-size", str(BATCH), "--hidden-size", "64")
 MODEL += ("--ffn-hidden-size", "128", "--kv-channels", "16", "--log-interval", "1", "--eval-interval", "0")
-ENDLESS = (*MODEL, "--save-interval", "10", "--max-checkpoints", "0", "--train-iters", "100000")
+OPEN_DASHBOARD = ("--ray-dashboard", "1", "--ray-dashboard-host", "0.0.0.0")
+ENDLESS = (*MODEL, *OPEN_DASHBOARD, "--save-interval", "10", "--max-checkpoints", "0", "--train-iters", "100000")
 PORT = 21000
 """Not the default, so as to see that everything moves."""
-OPEN = ("--ray-port", str(PORT), "--ray-dashboard-host", "0.0.0.0")
+OPEN = ("--ray-port", str(PORT))
 REFERENCE_STEPS = 60
 TOKEN = "a-token-by-the-platforms-secret"
 
@@ -109,7 +110,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     sandbox = Sandbox(tmp_path_factory.mktemp("reference"))
     flags = ("--gpus-per-node", str(COUNT * DEVICES), "--save-interval", "0", "--save-at-end", "0")
     try:
-        command = sandbox.run(*MODEL, *flags, "--train-iters", str(REFERENCE_STEPS), "--ray-dashboard", "0")
+        command = sandbox.run(*MODEL, *flags, "--train-iters", str(REFERENCE_STEPS))
         assert command.process.returncode == 0, command.output
     finally:
         sandbox.close()
@@ -304,7 +305,7 @@ def test_pods_with_different_numbers_of_devices_train_and_end_with_0(hosts: list
     """And form a cluster of their own, though another is named, as they were asked to."""
     pods = Pods(hosts, tmp_path, count=2)
     hosts[1].knows(hosts[0])
-    flags = (*MODEL, "--train-iters", "3", "--ray-dashboard", "0", "--pods", "--ray-address", "10.77.83.99:6379")
+    flags = (*MODEL, "--train-iters", "3", "--pods", "--ray-address", "10.77.83.99:6379")
     try:
         pods.start(0, *flags, GPUS_PER_NODE="1")
         pods.start(1, *flags, GPUS_PER_NODE="2")
@@ -365,7 +366,7 @@ def test_what_only_time_can_show_is_one_message_and_may_be_retried(
     pods = Pods(hosts, tmp_path)
     hosts[1].knows(hosts[0])
     try:
-        command = pods.start(rank, *MODEL, "--join-timeout-s", "5", "--ray-dashboard", "0", **environment)
+        command = pods.start(rank, *MODEL, "--join-timeout-s", "5", **environment)
         assert pods.now[rank].wait() == 139, command.output
     finally:
         pods.end()

@@ -125,12 +125,10 @@ def optimizer_pieces(
     ]
 
 
-def objects_of(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, str, ShardedObject]]:
-    """Extra state (Transformer Engine's fp8 scales): module, name in its state dictionary, description."""
+def objects_of(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, dict[str, ShardedObject]]]:
+    """Extra state (Transformer Engine's fp8 scales): each module, and by name in its state what describes it."""
     for module, entries in entries_of(chunks):
-        for name, entry in entries.items():
-            if isinstance(entry, ShardedObject):
-                yield module, name, entry
+        yield module, {name: entry for name, entry in entries.items() if isinstance(entry, ShardedObject)}
 
 
 def mine(pieces: Sequence[Piece], place: int, places: int) -> list[Piece]:
@@ -152,7 +150,10 @@ def mine(pieces: Sequence[Piece], place: int, places: int) -> list[Piece]:
 def blobs(chunks: Sequence[DistributedDataParallel]) -> list[tuple[Item, bytes]]:
     """The extra state that this rank saves."""
     return [
-        (Blob(entry.unique_key), pack(entry.data)) for _, _, entry in objects_of(chunks) if _is_zero(entry.replica_id)
+        (Blob(entry.unique_key), pack(entry.data))
+        for _, entries in objects_of(chunks)
+        for entry in entries.values()
+        if _is_zero(entry.replica_id)
     ]
 
 

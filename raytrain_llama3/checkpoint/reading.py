@@ -1,9 +1,15 @@
-"""Reads boxes of global tensors from wherever they lie: in a checkpoint's files, or in the memory of keepers."""
+"""Reads boxes of global tensors from wherever they lie: in a checkpoint's files, or in the memory of keepers.
+
+Numbers go from the file straight to where they are wanted. A copy of what the file holds is made only where what is
+wanted lies elsewhere than in this memory, is of another kind, or has gaps.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +24,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from raytrain_llama3.checkpoint.distcp import Box, read_metadata
 
 _THREADS = 4
+_HEAD_BYTES = 4096
+"""What is read at once where a tensor's own description is, which is in pieces of a few bytes."""
 
 
 class Source(Protocol):
@@ -50,12 +58,15 @@ class FolderSource:
 
     def open(self, file: str) -> io.IOBase:
         """One of the files that the index names, to read from."""
-        return (self._folder / file).open("rb")
+        return (self._folder / file).open("rb", buffering=0)
 
 
 @dataclass(slots=True)
 class Target:
-    """A box that is wanted: it is put into `tensor` (of `box.sizes`), and `done` is called when all of it is there."""
+    """A box that is wanted: it is put into `tensor` (of `box.sizes`), and `done` is called when all of it is there.
+
+    Calls come in the order in which the boxes were asked for, after all of them are there.
+    """
 
     box: Box
     tensor: Tensor
@@ -102,22 +113,23 @@ class Reader:
         return found
 
     def fill(self, targets: Iterable[Target]) -> None:
-        """Read every box. Raises `KeyError` or `ValueError` naming a tensor that is not there or has another shape."""
-        by_file: dict[str, list[tuple[ReadItem, Target]]] = {}
-        pending: dict[int, int] = {}
+        """Read every box.
+
+        Raises `KeyError` or `ValueError` naming a tensor that is not there, has another shape, or is damaged.
+        """
         assert self._metadata.storage_data is not None
+        by_file: dict[str, list[tuple[ReadItem, Tensor]]] = {}
+        targets = list(targets)
         for target in targets:
-            items = self._items(target)
-            pending[id(target)] = len(items)
-            for item in items:
+            for item in self._items(target):
                 file = self._metadata.storage_data[item.storage_index].relative_path
-                by_file.setdefault(file, []).append((item, target))
+                into = target.tensor[_slices(item.dest_offsets, item.lengths)]
+                by_file.setdefault(file, []).append((item, into))
         with ThreadPoolExecutor(_THREADS) as readers:
-            for finished in readers.map(lambda file: self._read(file, by_file[file]), by_file):
-                for target in finished:
-                    pending[id(target)] -= 1
-                    if not pending[id(target)] and target.done is not None:
-                        target.done()
+            list(readers.map(lambda file: self._read(file, by_file[file]), by_file))
+        for target in targets:
+            if target.done is not None:
+                target.done()
 
     def _entry(self, key: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata.get(key)
@@ -133,35 +145,64 @@ class Reader:
         items: list[ReadItem] = create_read_items_for_chunk_list(box.key, entry, [wanted])
         return items
 
-    def _read(self, file: str, items: list[tuple[ReadItem, Target]]) -> list[Target]:
+    def _read(self, file: str, items: list[tuple[ReadItem, Tensor]]) -> None:
         """The parts of boxes that lie in one file, in the order in which they lie there."""
         assert self._metadata.storage_data is not None
         storage = self._metadata.storage_data
-        held: tuple[MetadataIndex | None, Tensor | None] = (None, None)
-        with self._source.open(file) as stream:
-            for item, target in sorted(items, key=lambda pair: storage[pair[0].storage_index].offset):
-                info = storage[item.storage_index]
-                if held[0] != item.storage_index:
-                    held = item.storage_index, self._stored(stream, item, info)
-                stored = held[1]
-                assert stored is not None
-                box = stored[_slices(item.storage_offsets, item.lengths)]
-                with torch.no_grad():
-                    target.tensor[_slices(item.dest_offsets, item.lengths)].copy_(box)
-        return [target for _, target in items]
+        items.sort(key=lambda pair: storage[pair[0].storage_index].offset)
+        with self._source.open(file) as stream, torch.no_grad():
+            for index, wanted in itertools.groupby(items, lambda pair: pair[0].storage_index):
+                try:
+                    stored = self._stored(stream, index, storage[index])
+                    for item, into in wanted:
+                        stored.read(stream, item, into)
+                except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                    raise ValueError(f"{index.fqn} in {file}: {str(error).strip()}") from error
 
-    def _stored(self, stream: io.IOBase, item: ReadItem, info: Any) -> Tensor:
-        """A whole box as it was saved."""
-        if not self._source.is_raw:
-            found: Tensor = torch.load(_view(stream, info), map_location="cpu", weights_only=True)
-            return found
-        index = item.storage_index
-        entry = self._entry(index.fqn)
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        room = bytearray(info.length)
-        stream.seek(info.offset)
-        stream.readinto(room)  # type: ignore[attr-defined]
-        return torch.frombuffer(room, dtype=entry.properties.dtype).view(sizes)
+    def _stored(self, stream: io.IOBase, index: MetadataIndex, info: Any) -> _Stored:
+        if self._source.is_raw:
+            entry = self._entry(index.fqn)
+            sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+            return _Stored(info.offset, torch.empty(sizes, dtype=entry.properties.dtype, device="meta"))
+        # What is loaded to the meta device has no numbers, but knows where they lie.
+        found: Tensor = torch.load(_view(stream, info), map_location="meta", weights_only=True)
+        place = found.untyped_storage()._checkpoint_offset
+        assert place is not None
+        return _Stored(info.offset + place + found.storage_offset() * found.itemsize, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A box as it was saved: its numbers lie from byte `start` of a file on, as `like` has them in its memory."""
+
+    start: int
+    like: Tensor
+
+    def read(self, stream: io.IOBase, item: ReadItem, into: Tensor) -> None:
+        """Put the part of it that `item` names into `into`, which has that part's shape."""
+        if not into.numel():
+            return
+        part = self.like[_slices(item.storage_offsets, item.lengths)]
+        start = self.start + int(part.storage_offset() - self.like.storage_offset()) * part.itemsize
+        is_alike = into.device.type == "cpu" and into.dtype == part.dtype
+        if is_alike and into.is_contiguous() and part.is_contiguous():
+            _read_into(stream, start, into)
+            return
+        span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        room = torch.empty(span, dtype=part.dtype)
+        _read_into(stream, start, room)
+        into.copy_(room.as_strided(part.shape, part.stride()))
+
+
+def _read_into(stream: io.IOBase, start: int, tensor: Tensor) -> None:
+    """The numbers from byte `start` on into `tensor`, which is contiguous and on the CPU."""
+    room = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    stream.seek(start)
+    while room.nbytes:
+        count: int = stream.readinto(room)  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(f"the file ends {room.nbytes} bytes before this tensor does: it is damaged")
+        room = room[count:]
 
 
 class _View(io.RawIOBase):
@@ -193,8 +234,8 @@ class _View(io.RawIOBase):
 
 
 def _view(file: io.IOBase, info: Any) -> IO[bytes]:
-    return cast("IO[bytes]", _View(file, info.offset, info.length))
+    return cast("IO[bytes]", io.BufferedReader(_View(file, info.offset, info.length), _HEAD_BYTES))
 
 
-def _slices(offsets: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))

@@ -97,10 +97,15 @@ def load(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: M
     """
     with _as_checkpoint_error(source):
         reader = Reader(source)
-        was_rounded = _load_model(reader, chunks)
+        for part in parts_of(optimizer):
+            make_room(part)
+        weights = model_pieces(chunks)
+        # After the weights: a master that is kept as what a weight lacks puts that weight right too.
+        reader.fill(piece.target() for piece in (*weights, *optimizer_pieces(chunks, optimizer)))
+        _load_objects(reader, chunks)
         common: Any = reader.object(COMMON_KEY)
-        _load_optimizer(reader, common["optimizer"], chunks, optimizer)
-        if was_rounded:
+        _load_common(common["optimizer"], optimizer)
+        if _are_rounded(reader, weights):
             # Masters made this rank's own shard of the weights whole again; the other ranks' are still rounded here.
             _spread(chunks, optimizer)
         return Progress(int(common["progress"]["step"]), int(common["progress"]["samples"]))
@@ -109,7 +114,9 @@ def load(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: M
 def load_weights(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Read the weights alone: optimizer state starts anew, from these weights. Raises as `load` does."""
     with _as_checkpoint_error(source):
-        _load_model(Reader(source), chunks)
+        reader = Reader(source)
+        reader.fill(piece.target() for piece in model_pieces(chunks))
+        _load_objects(reader, chunks)
         optimizer.reload_model_params()
 
 
@@ -120,34 +127,29 @@ def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def _load_model(reader: Reader, chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Whether some weight is kept in fewer bits there than here."""
-    pieces = model_pieces(chunks)
-    reader.fill(piece.target() for piece in pieces)
+def _load_objects(reader: Reader, chunks: Sequence[DistributedDataParallel]) -> None:
     there = reader.keys
-    for module, name, entry in objects_of(chunks):
-        if entry.unique_key in there:
-            module.load_state_dict({name: reader.object(entry.unique_key)}, strict=False)
-    stored = ((piece, reader.dtype(piece.box.key)) for piece in pieces)
+    for module, entries in objects_of(chunks):
+        found = {name: reader.object(entry.unique_key) for name, entry in entries.items() if entry.unique_key in there}
+        if found:
+            module.load_state_dict(found, strict=False)
+
+
+def _are_rounded(reader: Reader, weights: Sequence[Piece]) -> bool:
+    """Whether some weight is kept in fewer bits there than here."""
+    stored = ((piece, reader.dtype(piece.box.key)) for piece in weights)
     return any(dtype is not None and dtype.itemsize < piece.box.dtype.itemsize for piece, dtype in stored)
 
 
-def _load_optimizer(
-    reader: Reader, common: Any, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
-    parts = parts_of(optimizer)
-    for part in parts:
-        make_room(part)
-    # After the weights: a master that is kept as what a weight lacks puts that weight right too.
-    reader.fill(piece.target() for piece in optimizer_pieces(chunks, optimizer))
-    saved = common["optimizer"]["param_groups"]
-    steps = [group["step"] for group in saved if "step" in group]
-    for part in parts:
+def _load_common(saved: Any, optimizer: MegatronOptimizer) -> None:
+    """What all ranks have alike: how many steps the optimizer has taken, and the loss scale."""
+    steps = [group["step"] for group in saved["optimizer"]["param_groups"] if "step" in group]
+    for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             if steps:
                 group["step"] = max(steps)
-        if getattr(part, "grad_scaler", None) and "grad_scaler" in common:
-            part.grad_scaler.load_state_dict(common["grad_scaler"])
+        if getattr(part, "grad_scaler", None) and "grad_scaler" in saved:
+            part.grad_scaler.load_state_dict(saved["grad_scaler"])
 
 
 def _common_state(optimizer: MegatronOptimizer) -> dict[str, object]:

@@ -13,14 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raytrain_llama3.data.byte_pairs import LLAMA3_PATTERN, open_byte_pairs
 from raytrain_llama3.errors import DataError
 
 BYTES = "bytes"
 _LLAMA3_SPECIALS = 256
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
@@ -55,7 +52,7 @@ class ByteEncoder:
 
 
 class HuggingFaceEncoder:
-    """A `tokenizer.json`, run by the `tokenizers` library. Takes UTF-8.
+    """A `tokenizer.json`, run by the `tokenizers` library, or by `tiktoken` where the ids are the same. Takes UTF-8.
 
     Special tokens are neither added nor recognised: a text that spells one out is just text. The end of a document
     is the first of <|end_of_text|>, <|endoftext|>, </s> that the tokenizer has, else the `eos_token` of a
@@ -74,14 +71,18 @@ class HuggingFaceEncoder:
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.end_of_document = self._end(path)
+        self._pairs = open_byte_pairs(path)
 
     def encode(self, documents: Sequence[bytes]) -> list[npt.NDArray[Any] | None]:
         """Ids, uint32; None for a document that is not UTF-8."""
         texts = [_decode(document) for document in documents]
-        encoded = iter(
-            self._tokenizer.encode_batch_fast([text for text in texts if text is not None], add_special_tokens=False)
-        )
-        return [None if text is None else _array(next(encoded).ids) for text in texts]
+        found = [None if text is None or self._pairs is None else self._pairs.encode(text) for text in texts]
+        left = [text for text, ids in zip(texts, found, strict=True) if text is not None and ids is None]
+        encoded = iter(self._tokenizer.encode_batch_fast(left, add_special_tokens=False))
+        return [
+            None if text is None else _array(next(encoded).ids if ids is None else ids)
+            for text, ids in zip(texts, found, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens by their names."""
@@ -132,7 +133,7 @@ class TiktokenEncoder:
         names = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|special_{i}|>" for i in range(2, _LLAMA3_SPECIALS))]
         specials = {name: len(pairs) + i for i, name in enumerate(names)}
         self._encoding: Any = library.Encoding(
-            path.name, pat_str=_LLAMA3_PATTERN, mergeable_ranks=pairs, special_tokens=specials
+            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=pairs, special_tokens=specials
         )
         self.vocab_size = len(pairs) + _LLAMA3_SPECIALS
         self.end_of_document = specials["<|end_of_text|>"]

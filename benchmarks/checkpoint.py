@@ -122,9 +122,10 @@ def _ours(chunks: Any, optimizer: Any, process: Any, rounds: int, folder: Path) 
 def _torch(chunks: Any, optimizer: Any, process: Any, rounds: int, folder: Path) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
-    from raytrain_llama3.checkpoint.pieces import model_pieces, optimizer_pieces
+    from raytrain_llama3.checkpoint.pieces import describe, model_pieces, optimizer_pieces
 
-    pieces = [*model_pieces(chunks), *optimizer_pieces(chunks, optimizer)]
+    model = describe(chunks)
+    pieces = [*model_pieces(model), *optimizer_pieces(model, optimizer)]
     state = {f"{i}.{piece.box.key}": piece.read() for i, piece in enumerate(pieces)}
     found: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in state.values())}
     for number in range(rounds + 1):

@@ -56,34 +56,37 @@ Entry = Any
 """A `ShardedTensor` or a `ShardedTensorFactory` of Megatron-core, which has no types."""
 
 
-def entries_of(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each module of the model, without its wrappers, and Megatron-core's description of its state."""
+Description = Sequence[tuple[Any, dict[str, Any]]]
+"""Each module of the model, without its wrappers, and Megatron-core's description of its state."""
+
+
+def describe(chunks: Sequence[DistributedDataParallel]) -> Description:
+    """What Megatron-core says of the model's state, which stays in the model's own memory."""
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for chunk in chunks:
-        module = unwrap_model(chunk)
-        # A dictionary of this call's own: Megatron-core would keep the process group of an earlier attempt in it.
-        yield module, module.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": replicas})
+    modules = [unwrap_model(chunk) for chunk in chunks]
+    # A dictionary for each call: Megatron-core would keep the process group of an earlier attempt in it.
+    return [(m, m.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": replicas})) for m in modules]
 
 
-def model_pieces(chunks: Sequence[DistributedDataParallel]) -> list[Piece]:
+def model_pieces(model: Description) -> list[Piece]:
     """The weights of this rank."""
     return [
         piece
-        for _, entries in entries_of(chunks)
+        for _, entries in model
         for entry in nested_values(entries)
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
         for piece in _weight_pieces(entry)
     ]
 
 
-def saved_pieces(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[Piece]:
+def saved_pieces(model: Description, optimizer: MegatronOptimizer) -> list[Piece]:
     """All that this rank may save. Of a weight whose state is divided over data-parallel ranks it is its own run.
 
     That run is what its optimizer has updated: with overlapped gathering other ranks' runs are still the old ones
     here, and only quantized weights, which have no runs, must be gathered first (`needs_gathering`).
     """
-    whole = [p for p in model_pieces(chunks) if not _has_runs(p, optimizer)]
-    return [*whole, *optimizer_pieces(chunks, optimizer, with_weights=True)]
+    whole = [p for p in model_pieces(model) if not _has_runs(p, optimizer)]
+    return [*whole, *optimizer_pieces(model, optimizer, with_weights=True)]
 
 
 def needs_gathering(optimizer: MegatronOptimizer) -> bool:
@@ -104,12 +107,10 @@ def is_quantized(weight: Tensor) -> bool:
     return "dequantize" in type(weight).__dict__
 
 
-def optimizer_pieces(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, with_weights: bool = False
-) -> list[Piece]:
+def optimizer_pieces(model: Description, optimizer: MegatronOptimizer, *, with_weights: bool = False) -> list[Piece]:
     """The optimizer state of this rank; `with_weights` also the runs of the weights that it belongs to."""
     by_weight: dict[int, Entry] = {}
-    for _, entries in entries_of(chunks):
+    for _, entries in model:
         for entry in nested_values(entries):
             if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
                 by_weight[id(entry.data)] = entry
@@ -125,9 +126,9 @@ def optimizer_pieces(
     ]
 
 
-def objects_of(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, dict[str, ShardedObject]]]:
+def objects_of(model: Description) -> Iterator[tuple[Any, dict[str, ShardedObject]]]:
     """Extra state (Transformer Engine's fp8 scales): each module, and by name in its state what describes it."""
-    for module, entries in entries_of(chunks):
+    for module, entries in model:
         yield module, {name: entry for name, entry in entries.items() if isinstance(entry, ShardedObject)}
 
 
@@ -147,11 +148,11 @@ def mine(pieces: Sequence[Piece], place: int, places: int) -> list[Piece]:
     return chosen
 
 
-def blobs(chunks: Sequence[DistributedDataParallel]) -> list[tuple[Item, bytes]]:
+def blobs(model: Description) -> list[tuple[Item, bytes]]:
     """The extra state that this rank saves."""
     return [
         (Blob(entry.unique_key), pack(entry.data))
-        for _, entries in objects_of(chunks)
+        for _, entries in objects_of(model)
         for entry in entries.values()
         if _is_zero(entry.replica_id)
     ]

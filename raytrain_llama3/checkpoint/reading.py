@@ -78,6 +78,7 @@ class Reader:
 
     def __init__(self, source: Source) -> None:
         self._source, self._metadata = source, source.metadata()
+        self._forms: dict[tuple[int, ...], _Form] = {}
 
     @property
     def keys(self) -> set[str]:
@@ -125,6 +126,7 @@ class Reader:
                 file = self._metadata.storage_data[item.storage_index].relative_path
                 into = target.tensor[_slices(item.dest_offsets, item.lengths)]
                 by_file.setdefault(file, []).append((item, into))
+        # Each file in one go from front to back: in turns with itself, the kernel reads less of it ahead.
         with ThreadPoolExecutor(_THREADS) as readers:
             list(readers.map(lambda file: self._read(file, by_file[file]), by_file))
         for target in targets:
@@ -160,15 +162,15 @@ class Reader:
                     raise ValueError(f"{index.fqn} in {file}: {str(error).strip()}") from error
 
     def _stored(self, stream: io.IOBase, index: MetadataIndex, info: Any) -> _Stored:
+        entry = self._entry(index.fqn)
         if self._source.is_raw:
-            entry = self._entry(index.fqn)
             sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
             return _Stored(info.offset, torch.empty(sizes, dtype=entry.properties.dtype, device="meta"))
-        # What is loaded to the meta device has no numbers, but knows where they lie.
-        found: Tensor = torch.load(_view(stream, info), map_location="meta", weights_only=True)
-        place = found.untyped_storage()._checkpoint_offset
-        assert place is not None
-        return _Stored(info.offset + place + found.storage_offset() * found.itemsize, found)
+        kind = (info.length, *entry.size)
+        form = self._forms.get(kind)
+        if form is None or not form.is_at(stream, info.offset):
+            form = self._forms[kind] = _form(stream, info)
+        return form.stored(info.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,36 @@ class _Stored:
         room = torch.empty(span, dtype=part.dtype)
         _read_into(stream, start, room)
         into.copy_(room.as_strided(part.shape, part.stride()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How `torch.save` wrote a tensor: after the bytes of `head` lie its numbers, which are as those of `like`.
+
+    The head has all that describes the tensor, so where the same head is found again, so is the same form. To ask
+    `torch.load` each time costs more than reading: the list of what it wrote lies behind the numbers, and to go there
+    and back stops the kernel from reading ahead.
+    """
+
+    head: bytes
+    like: Tensor
+
+    def is_at(self, stream: io.IOBase, offset: int) -> bool:
+        """Whether what lies there was written in this form."""
+        stream.seek(offset)
+        return bool(stream.read(len(self.head)) == self.head)
+
+    def stored(self, offset: int) -> _Stored:
+        """The tensor of this form that lies there."""
+        return _Stored(offset + len(self.head) + int(self.like.storage_offset()) * self.like.itemsize, self.like)
+
+
+def _form(stream: io.IOBase, info: Any) -> _Form:
+    # What is loaded to the meta device has no numbers, but knows where they lie.
+    like: Tensor = torch.load(_view(stream, info), map_location="meta", weights_only=True)
+    place = like.untyped_storage()._checkpoint_offset
+    assert place is not None
+    return _Form(_view(stream, info).read(place), like)
 
 
 def _read_into(stream: io.IOBase, start: int, tensor: Tensor) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from raytrain_llama3.checkpoint.distcp import COMMON_KEY, Blob, Item, pack
 from raytrain_llama3.checkpoint.pieces import (
+    Description,
     Piece,
     blobs,
+    describe,
     mine,
     model_pieces,
     needs_gathering,
@@ -70,13 +72,13 @@ class OwnState:
         pieces = self._pieces
         if pieces is None:
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            pieces = mine(saved_pieces(self._chunks, self._optimizer), replicas.rank(), replicas.size())
+            pieces = mine(saved_pieces(describe(self._chunks), self._optimizer), replicas.rank(), replicas.size())
             if not any(piece.is_quantized for piece in pieces):
                 self._pieces = pieces
         return files_for(self._rank, pieces, self._objects(progress), _FILES)
 
     def _objects(self, progress: Progress) -> list[tuple[Item, bytes]]:
-        found = blobs(self._chunks) if self._has_objects else []
+        found = blobs(describe(self._chunks)) if self._has_objects else []
         self._has_objects = bool(found)
         if self._rank == 0:
             common = {
@@ -99,10 +101,11 @@ def load(source: Source, chunks: Sequence[DistributedDataParallel], optimizer: M
         reader = Reader(source)
         for part in parts_of(optimizer):
             make_room(part)
-        weights = model_pieces(chunks)
+        model = describe(chunks)
+        weights = model_pieces(model)
         # After the weights: a master that is kept as what a weight lacks puts that weight right too.
-        reader.fill(piece.target() for piece in (*weights, *optimizer_pieces(chunks, optimizer)))
-        _load_objects(reader, chunks)
+        reader.fill(piece.target() for piece in (*weights, *optimizer_pieces(model, optimizer)))
+        _load_objects(reader, model)
         common: Any = reader.object(COMMON_KEY)
         _load_common(common["optimizer"], optimizer)
         if _are_rounded(reader, weights):
@@ -115,8 +118,9 @@ def load_weights(source: Source, chunks: Sequence[DistributedDataParallel], opti
     """Read the weights alone: optimizer state starts anew, from these weights. Raises as `load` does."""
     with _as_checkpoint_error(source):
         reader = Reader(source)
-        reader.fill(piece.target() for piece in model_pieces(chunks))
-        _load_objects(reader, chunks)
+        model = describe(chunks)
+        reader.fill(piece.target() for piece in model_pieces(model))
+        _load_objects(reader, model)
         optimizer.reload_model_params()
 
 
@@ -127,9 +131,9 @@ def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def _load_objects(reader: Reader, chunks: Sequence[DistributedDataParallel]) -> None:
+def _load_objects(reader: Reader, model: Description) -> None:
     there = reader.keys
-    for module, entries in objects_of(chunks):
+    for module, entries in objects_of(model):
         found = {name: reader.object(entry.unique_key) for name, entry in entries.items() if entry.unique_key in there}
         if found:
             module.load_state_dict(found, strict=False)

@@ -146,14 +146,15 @@ def test_megatrons_own_loader_reads_what_we_write(saved: dict[str, ResumePoint],
     from megatron.core.utils import unwrap_model
 
     from raytrain_llama3.checkpoint import torch_dist
-    from raytrain_llama3.checkpoint.pieces import model_pieces, optimizer_pieces
+    from raytrain_llama3.checkpoint.pieces import describe, model_pieces, optimizer_pieces
     from raytrain_llama3.checkpoint.reading import FolderSource
     from raytrain_llama3.train.model import build_model
     from raytrain_llama3.train.optimizer import build_optimizer
     from raytrain_llama3.train.process import host_store, open_process
 
     def held(chunks: Any, optimizer: Any) -> dict[Any, torch.Tensor]:
-        pieces = [*model_pieces(chunks), *optimizer_pieces(chunks, optimizer)]
+        model = describe(chunks)
+        pieces = [*model_pieces(model), *optimizer_pieces(model, optimizer)]
         return {(piece.box.key, piece.box.offsets): piece.read().clone() for piece in pieces}
 
     run_plan, path = planned(tmp_path, "dp1", SAVED_AT), saved["tp2-dp2-sp"].path

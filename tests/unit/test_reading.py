@@ -80,6 +80,16 @@ def test_a_tensor_that_was_saved_as_a_view_is_read(tmp_path: Path, form: str) ->
     assert torch.equal(reader.tensor("weight", (2, 3), (4, 5)), view[2:6, 3:8])
 
 
+def test_tensors_that_take_as_many_bytes_are_not_mistaken_for_one_another(tmp_path: Path) -> None:
+    square = torch.arange(64, dtype=torch.float32).view(8, 8)
+    values = {"a": square.clone(), "b": square.T, "c": square.int(), "d": square + 1, "e": square.T.contiguous()}
+    reader = saved(tmp_path, *((Box(key, t.dtype, (8, 8), (0, 0), (8, 8)), t) for key, t in values.items()))
+    # Those that were the last to be written are asked for first.
+    found = {key: reader.tensor(key, (0, 0), (8, 8)) for key in reversed(values)}
+    assert all(torch.equal(found[key], value) for key, value in values.items())
+    assert all(torch.equal(reader.tensor(key, (2, 0), (1, 8)), value[2:3]) for key, value in values.items())
+
+
 def test_a_single_number_and_an_empty_tensor_are_read(tmp_path: Path) -> None:
     scalar = Box("scalar", torch.float32, (), (), ())
     empty = Box("empty", torch.float32, (0, 4), (0, 0), (0, 4))
